@@ -10,7 +10,7 @@ when it is hotter, differs by more than most changes do. Each result is compared
 table has TFLOP/s of the first build and the speed of the others over it; "-" where a build failed on a draw. Files may
 be compressed by gzip; a build is named by its file, or by its folder where files have the same name. With --steps each
 is run with steps of so many queries in place of those that it would choose, as NAME+64 and NAME+80; or with those, but
-the sum of dq cleared where whoever comes first would store, as NAME+cleared.
+dq_accum cleared where the first writer would store, as NAME+cleared.
 """
 
 from __future__ import annotations

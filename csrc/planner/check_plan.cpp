@@ -51,9 +51,8 @@ magi_status Walker::check_header() {
       h.words_tiles < 28 || h.words_order < h.words_tiles + 8 * tiles ||
       h.words_records < h.words_order + tiles) {
     return fault(
-        "The header's l2_groups start at words %d (tiles), %d (order), %d (records); they must be "
-        "aligned to 4 "
-        "words and must not overlap.",
+        "The header's sections start at words %d (tiles), %d (order), %d (records); they must be "
+        "aligned to 4 words and must not overlap.",
         h.words_tiles, h.words_order, h.words_records);
   }
   if (h.num_segments < 0 || h.words_total < h.words_records + h.num_segments * words ||

@@ -67,11 +67,11 @@ magi_status Walker::check_segment(int64_t t, int64_t segment) {
     visit_hi = std::max<int64_t>(visit_hi, head.group[g].visit_hi);
   }
   if (visit_hi < 0) {
-    return fault("Segment %lld of tile %lld contributions no keys; leave it out.",
-                 (long long)segment, (long long)t);
+    return fault("Segment %lld of tile %lld visits no keys; leave it out.", (long long)segment,
+                 (long long)t);
   }
   if (head.visit_lo != visit_lo || head.visit_hi != visit_hi) {
-    return fault("Segment %lld of tile %lld contributions [%d, %d); its groups visit [%lld, %lld).",
+    return fault("Segment %lld of tile %lld visits keys [%d, %d); its groups visit [%lld, %lld).",
                  (long long)segment, (long long)t, head.visit_lo, head.visit_hi,
                  (long long)visit_lo, (long long)visit_hi);
   }
@@ -119,7 +119,7 @@ magi_status Walker::check_group(int64_t t, int64_t segment, int64_t g) {
   }
   if (group.visit_lo < 0 || group.visit_lo > group.visit_hi || group.visit_hi > header_.total_k) {
     return fault(
-        "Group %lld of segment %lld of tile %lld contributions [%d, %d); ranges lie in [0, %d].",
+        "Group %lld of segment %lld of tile %lld visits keys [%d, %d); ranges lie in [0, %d].",
         (long long)g, (long long)segment, (long long)t, group.visit_lo, group.visit_hi,
         header_.total_k);
   }
@@ -131,7 +131,7 @@ magi_status Walker::check_group(int64_t t, int64_t segment, int64_t g) {
     if (lo < hi && (lo < group.visit_lo || hi > group.visit_hi)) {
       return fault(
           "Token %lld sees key %d in segment %lld of tile %lld, but its group %lld only "
-          "contributions [%d, %d).",
+          "visits keys [%d, %d).",
           token, lo < group.visit_lo ? lo : hi - 1, (long long)segment, (long long)t, (long long)g,
           group.visit_lo, group.visit_hi);
     }

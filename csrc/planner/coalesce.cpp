@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// A mask with its FULL slices cut anew, so that a tile meets few of them.
+// A mask with its FULL slices coalesced, so that a tile meets few of them.
 //
 // A plan takes time by how many slices meet how many tiles. In a transposed block-causal mask a
 // tile of keys meets one slice of every later block, side by side; they end up as one interval of
-// each row, but n blocks are met n^2/2 times. So the union of the FULL slices is cut into strips:
-// consecutive rows that see the same columns without a break. A sweep over the rows holds the
-// *runs*, maximal intervals of columns that the current row sees, and each change of a run ends a
-// strip. A slice begins once and ends once, either changes two runs at most, so there are at most
+// each row, but n blocks are met n^2/2 times. So the union of the FULL slices is divided into
+// strips: consecutive rows that see the same columns without a break. A sweep over the rows holds
+// the *runs*, maximal intervals of columns that the current row sees, and each change of a run ends
+// a strip. A slice begins once and ends once, either changes two runs at most, so there are at most
 // three times as many strips as slices, and they take O(n log n).
 #include <algorithm>
 #include <exception>

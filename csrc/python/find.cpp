@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The path of a call that is known: about a microsecond besides two allocations and the launch.
+// The fast path of a call that is known: about a microsecond besides two allocations and the
+// launch.
 #include "python/known_calls.h"
 
 namespace magi::host {

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A word where the work is shared out badly: because of the chunk size, which the published interface fixes, or because
-the dispatch was made for another mask."""
+"""A log line where the work is out of balance: because of the chunk size, which the published interface fixes, or
+because the dispatch was made for another mask."""
 
 from __future__ import annotations
 

@@ -213,7 +213,7 @@ class AttnRanges:
         Args:
             other_attn_range: a global range inside one of the merged ranges.
             is_self_merged: the caller knows that ``self`` is merged.
-            prefix_offset: buffer offset of each merged range, if at hand.
+            prefix_offset: buffer offset of each merged range, if known.
         Returns:
             (local range, the merged range that covers it).
         Raises:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention has no second derivative: whoever differentiates its gradients is told so, as by torch's own kernels.
+"""Attention has no second derivative: to differentiate its gradients raises an error, as with torch's own kernels.
 
 A gradient penalty that is left out in silence would train another model.
 """

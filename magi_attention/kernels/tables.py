@@ -50,7 +50,7 @@ class SliceTables:
         return table
 
     def clear(self) -> None:
-        """Forgets the tables; whoever holds one holds what was made from it."""
+        """Forgets the tables. A caller that holds one holds what was made from it."""
         with self._lock:
             dropped, self._tables = self._tables, {}
         del dropped

@@ -74,8 +74,8 @@ class TilePlan:
     ) -> TilePlan:
         """Plan of a slice table, or of its transposed mask: ``total_k`` rows, ``total_q`` columns, tiles of keys.
 
-        Its slices are cut anew first where that saves time. With ``is_kept`` the table holds the plan for whoever asks
-        next, who takes it away unless that is wanted again. Errors as of ``build``.
+        Its slices are coalesced first where that saves time. With ``is_kept`` the table keeps the plan for the next
+        caller, who takes it out unless the plan is to be kept again. Errors as of ``build``.
         """
         key = (total_q, total_k, tile_tokens, num_groups, is_transposed)
         plan = slices.cache.pop(HOST_PLANS, key)

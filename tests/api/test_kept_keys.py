@@ -49,9 +49,9 @@ def new_mask(group: dist.ProcessGroup, seed: int):
     get_position_ids(key)
     manager = dist_attn_runtime_dict_mgr.get(key)
     # What a GPU backend keeps with the slices.
-    plan, units = torch.zeros(100_000, dtype=torch.int32), torch.zeros(1000, dtype=torch.uint8)
+    plan, order = torch.zeros(100_000, dtype=torch.int32), torch.zeros(1000, dtype=torch.uint8)
     orders, cache = PlanCache(), manager.dist_attn_runtime.part.host.cache
-    orders.get(KEPT_ORDERS, ("key",), lambda: KeptOrder(units, 0))
+    orders.get(KEPT_ORDERS, ("key",), lambda: KeptOrder(order, 0))
     cache.include(orders)
     cache.get(DEVICE_PLANS, ("forward",), lambda: Kept(plan, 0, orders))
     return key, weakref.ref(manager)

@@ -17,7 +17,7 @@ from backward_modes import CHOSEN, MODES, Gradients  # noqa: E402
 from masks import make_case  # noqa: E402
 
 from magi_attention.kernels import SdpaOnlineBackend  # noqa: E402
-from magi_attention.kernels.ffa import backward as ffa_bwd  # noqa: E402
+from magi_attention.kernels.ffa import backward as ffa_backward  # noqa: E402
 from magi_attention.kernels.ffa.schedule import work_tiles  # noqa: E402
 from magi_attention.kernels.ffa.schedule.select_schedule import BwdSchedule  # noqa: E402
 from magi_attention.kernels.ffa.schedule.tile_splits import Split  # noqa: E402
@@ -28,26 +28,26 @@ NEEDS = BackwardNeeds(128, 0, True, (5, 4))
 
 
 class StandIn(SdpaOnlineBackend):
-    """The PyTorch kernels with the calls of the CUDA backend; notes what a backward is told."""
+    """The PyTorch kernels with the calls of the CUDA backend; notes what a backward is called with."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.told: list[tuple[BwdSchedule, BackwardNeeds, bool]] = []
+        self.calls: list[tuple[BwdSchedule, BackwardNeeds, bool]] = []
 
     def forward_final(self, q, k, v, slices, options):
         part = self.forward(q, k, v, slices, options)
         return part.out, part.lse, None
 
     def backward_final(self, dout, q, k, v, out, lse, slices, options):
-        schedule = ffa_bwd.select_schedule(q.shape, v.shape, slices, options, 132)
+        schedule = ffa_backward.select_schedule(q.shape, v.shape, slices, options, 132)
         needs = FfaLibrary.backward_prefix(SimpleNamespace())[1]
-        self.told.append((schedule, needs, work_tiles._wants_waves(None, None)))
+        self.calls.append((schedule, needs, work_tiles._wants_waves(None, None)))
         return self.backward(dout, q, k, v, out, lse, slices, options)
 
 
 @pytest.fixture
 def chosen(monkeypatch):
-    monkeypatch.setattr(ffa_bwd, "select_schedule", lambda *_: SCHEDULE)
+    monkeypatch.setattr(ffa_backward, "select_schedule", lambda *_: SCHEDULE)
     monkeypatch.setattr(FfaLibrary, "backward_prefix", lambda *_, **__: (b"", NEEDS))
     monkeypatch.setattr(work_tiles, "_wants_waves", lambda *_: True)
 
@@ -71,17 +71,17 @@ def test_each_mode_changes_one_thing_and_puts_it_back(chosen):
         call, backend = call_of(mode)
         assert not call.counts
         call()
-        (told,) = backend.told
+        (noted,) = backend.calls
         needs = {"work list": NEEDS._replace(takes_list=False), "tail split": NEEDS._replace(tail=(0, 1))}.get(
             name, NEEDS
         )
-        assert told == (SCHEDULE._replace(**wanted.get(name, {})), needs, name != "waves"), name
+        assert noted == (SCHEDULE._replace(**wanted.get(name, {})), needs, name != "waves"), name
         assert call.counts, name
-        assert ffa_bwd.select_schedule() is SCHEDULE and work_tiles._wants_waves()
+        assert ffa_backward.select_schedule() is SCHEDULE and work_tiles._wants_waves()
 
 
 def test_a_mode_that_is_off_does_not_count(chosen, monkeypatch):
-    monkeypatch.setattr(ffa_bwd, "select_schedule", lambda *_: BwdSchedule(64, 0))
+    monkeypatch.setattr(ffa_backward, "select_schedule", lambda *_: BwdSchedule(64, 0))
     monkeypatch.setattr(
         FfaLibrary, "backward_prefix", lambda *_, **__: (b"", NEEDS._replace(takes_list=False, tail=(0, 1)))
     )

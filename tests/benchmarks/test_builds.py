@@ -17,7 +17,7 @@ import builds  # noqa: E402
 from masks import make_case  # noqa: E402
 
 from magi_attention.kernels import AttnOptions, SdpaOnlineBackend  # noqa: E402
-from magi_attention.kernels.ffa import backward as ffa_bwd  # noqa: E402
+from magi_attention.kernels.ffa import backward as ffa_backward  # noqa: E402
 from magi_attention.kernels.ffa.schedule.select_schedule import BwdSchedule  # noqa: E402
 from magi_attention.native import abi  # noqa: E402
 from magi_attention.native.loader import find  # noqa: E402
@@ -29,7 +29,7 @@ class StandIn(SdpaOnlineBackend):
 
     def __init__(self, scale_error: float = 1.0) -> None:
         super().__init__()
-        self.turns: list[bool] = []
+        self.deterministic: list[bool] = []
         self.steps: list[int] = []
         self.masks: list = []
         self.scale_error = scale_error
@@ -40,10 +40,10 @@ class StandIn(SdpaOnlineBackend):
         return part.out * self.scale_error, part.lse, None
 
     def backward_final(self, dout, q, k, v, out, lse, slices, options):
-        self.turns.append(options.deterministic)
+        self.deterministic.append(options.deterministic)
         self.masks.append(slices)
         if not options.deterministic:  # those would need the planner
-            self.steps.append(ffa_bwd.select_schedule(q.shape, v.shape, slices, options, 132).block_m)
+            self.steps.append(ffa_backward.select_schedule(q.shape, v.shape, slices, options, 132).block_m)
         grads = self.backward(dout, q, k, v, out, lse, slices, options)
         grads.dv *= self.scale_error
         return grads
@@ -81,9 +81,9 @@ def test_each_build_is_called_and_compared_with_the_first(on_cpu, files, monkeyp
     assert header == ["mask", "seqlen", "old", "old+turns", "new", "new+turns"]
     assert full[:2] == ["full", "96"] and full[3:] == varlen[3:] == ["0.500", "0.333", "0.250"]
     assert float(full[2]) == pytest.approx(10 * 96 * 96 * 4 * 16 / 10 / 1e6, abs=0.06)
-    # Once for each of three cases, without turns and with.
-    assert list(made) == ["old", "new"] and all(b.turns == [False, True] * 3 for b in made.values())
-    # No mask is used twice, because a list of units that one build made is kept with it.
+    # Once for each of three cases, atomic and deterministic.
+    assert list(made) == ["old", "new"] and all(b.deterministic == [False, True] * 3 for b in made.values())
+    # No mask is used twice, because a work list that one build made is kept with it.
     used = [mask for b in made.values() for mask in b.masks]
     assert len({id(mask) for mask in used}) == len(used) == 12
 
@@ -91,21 +91,21 @@ def test_each_build_is_called_and_compared_with_the_first(on_cpu, files, monkeyp
 def test_each_build_with_steps_of_its_own(on_cpu, files, monkeypatch, capsys):
     made = {}
     monkeypatch.setattr(builds, "backend_of", lambda file, folder: made.setdefault(folder.name, StandIn()))
-    monkeypatch.setattr(ffa_bwd, "select_schedule", lambda *_: BwdSchedule(80, 0, first_writer=True))
+    monkeypatch.setattr(ffa_backward, "select_schedule", lambda *_: BwdSchedule(80, 0, first_writer=True))
     arguments = ["--steps", "chosen,cleared,64,80", "--masks", "full", *SHORT]
     assert builds.main([*map(str, files), *arguments]) == 0
     header, row = (line.split() for line in capsys.readouterr().out.splitlines())
-    assert header[2:] == [n + way for n in ("old", "new") for way in ("", "+cleared", "+64", "+80")]
+    assert header[2:] == [n + steps for n in ("old", "new") for steps in ("", "+cleared", "+64", "+80")]
     assert row[-1] == "0.125" and [b.steps for b in made.values()] == [[80, 80, 64, 80]] * 2
     monkeypatch.setattr(builds, "head_splits", lambda *_: 2)
     shapes, slices = ((4096, 64, 128), (4096, 8, 128)), make_case("full", 4096).mask.slices
-    chosen = ffa_bwd.select_schedule
-    ways = ("64", False, BwdSchedule(64, 0)), ("64", True, BwdSchedule(64, 2)), ("80", True, BwdSchedule(80, 0))
-    for way, is_ordered, found in (*ways, ("cleared", False, BwdSchedule(80, 0)), ("chosen", False, chosen())):
-        with builds.forced_steps(way):
+    chosen = ffa_backward.select_schedule
+    forced = ("64", False, BwdSchedule(64, 0)), ("64", True, BwdSchedule(64, 2)), ("80", True, BwdSchedule(80, 0))
+    for steps, is_ordered, found in (*forced, ("cleared", False, BwdSchedule(80, 0)), ("chosen", False, chosen())):
+        with builds.forced_steps(steps):
             options = AttnOptions(0.3, deterministic=is_ordered)
-            assert ffa_bwd.select_schedule(*shapes, slices, options, 132) == found
-        assert ffa_bwd.select_schedule is chosen
+            assert ffa_backward.select_schedule(*shapes, slices, options, 132) == found
+        assert ffa_backward.select_schedule is chosen
 
 
 def test_forward_of_each_build(on_cpu, files, monkeypatch, capsys):

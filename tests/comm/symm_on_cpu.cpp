@@ -38,7 +38,7 @@ class RankBarrier {
 
 struct Warp {
   RankBarrier barrier{32};
-  int told[32];
+  int votes[32];
 };
 
 struct Cta {
@@ -104,21 +104,21 @@ void launch(void (*kernel)(P), const P& params, int ctas, int threads_each, uint
 #define blockDim cpu::threads
 
 inline void __syncthreads() { cpu::cta->barrier.wait(); }
-inline int tell(int mine, const std::function<int(const int*)>& fold) {
+inline int vote(int mine, const std::function<int(const int*)>& fold) {
   cpu::Warp& warp = *cpu::cta->warps[cpu::thread.x / 32];
-  warp.told[cpu::thread.x % 32] = mine;
+  warp.votes[cpu::thread.x % 32] = mine;
   warp.barrier.wait();
-  const int all = fold(warp.told);
+  const int all = fold(warp.votes);
   warp.barrier.wait();
   return all;
 }
 inline bool __any_sync(unsigned, bool mine) {
-  return tell(mine, [](const int* told) {
-    return static_cast<int>(std::any_of(told, told + 32, [](int x) { return x != 0; }));
+  return vote(mine, [](const int* votes) {
+    return static_cast<int>(std::any_of(votes, votes + 32, [](int x) { return x != 0; }));
   });
 }
 inline void __syncwarp() {
-  tell(0, [](const int*) { return 0; });
+  vote(0, [](const int*) { return 0; });
 }
 inline int __ffs(uint32_t word) { return __builtin_ffs(static_cast<int>(word)); }
 inline void __nanosleep(unsigned) { std::this_thread::yield(); }
@@ -169,7 +169,7 @@ inline void fence_async_proxy() {}
 inline void fence_proxies() {}
 inline void start_next_kernel() {}
 
-// box.cuh
+// comm/symm/signal.cuh
 inline uint32_t load_acquire_system(const uint32_t* at) {
   return __atomic_load_n(at, __ATOMIC_ACQUIRE);
 }

@@ -22,7 +22,7 @@ def by_index(q, k, v):
     return index_attn_func(q, k, v, lists.int())[0]
 
 
-WAYS = {
+CALLS = {
     "attend": lambda q, k, v: attend(q, k, v, PLAN)[0],
     "flex_flash_attn_func": lambda q, k, v: flex_flash_attn_func(q, k, v, RANGE, RANGE, CAUSAL)[0],
     "flex_flash_attn_func, names": lambda q, k, v: flex_flash_attn_func(
@@ -38,11 +38,11 @@ def operands(*dtypes: torch.dtype, rows: int = TOKENS) -> list[torch.Tensor]:
     return [torch.randn(rows, heads, 8, dtype=dtype, requires_grad=True) for heads, dtype in zip((4, 2, 2), dtypes)]
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
-def test_operands_take_the_dtype_of_autocast(way, dtype):
+def test_operands_take_the_dtype_of_autocast(name, dtype):
     """The same bits as of operands that the caller has cast, so nothing inside computes in other dtypes either."""
-    call = WAYS[way]
+    call = CALLS[name]
     q, k, v = operands(torch.float32, torch.float32, dtype)
     with torch.autocast("cpu", dtype=dtype):
         out = call(q, k, v)
@@ -57,31 +57,31 @@ def test_operands_take_the_dtype_of_autocast(way, dtype):
         assert x.grad.dtype == x.dtype and torch.equal(x.grad, y.grad.to(x.dtype))
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_backward_inside_autocast_is_the_same(way):
+@pytest.mark.parametrize("name", CALLS)
+def test_a_backward_inside_autocast_is_the_same(name):
     q, k, v = operands(torch.float32, torch.float32, torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        inside = torch.autograd.grad(WAYS[way](q, k, v).sum(), (q, k, v))
-        out = WAYS[way](q, k, v).sum()
+        inside = torch.autograd.grad(CALLS[name](q, k, v).sum(), (q, k, v))
+        out = CALLS[name](q, k, v).sum()
     outside = torch.autograd.grad(out, (q, k, v))
     assert all(torch.equal(a, b) for a, b in zip(inside, outside))
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_float64_stays_and_disabled_autocast_casts_nothing(way):
+@pytest.mark.parametrize("name", CALLS)
+def test_float64_stays_and_disabled_autocast_casts_nothing(name):
     double = operands(*[torch.float64] * 3)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert WAYS[way](*double).dtype == torch.float64
+        assert CALLS[name](*double).dtype == torch.float64
         with torch.autocast("cpu", enabled=False):
-            assert WAYS[way](*operands(*[torch.float32] * 3)).dtype == torch.float32
+            assert CALLS[name](*operands(*[torch.float32] * 3)).dtype == torch.float32
 
 
-@pytest.mark.parametrize("way", ("attend", "flex_flash_attn_func", "index_attn_func"))
-def test_compiled(way):
+@pytest.mark.parametrize("name", ("attend", "flex_flash_attn_func", "index_attn_func"))
+def test_compiled(name):
     q, k, v = operands(torch.float32, torch.float32, torch.bfloat16)
-    compiled = torch.compile(WAYS[way], fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(CALLS[name], fullgraph=True, backend="aot_eager")
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert torch.equal(compiled(q, k, v), WAYS[way](q, k, v))
+        assert torch.equal(compiled(q, k, v), CALLS[name](q, k, v))
 
 
 def over_ranks(rank: int, world: int) -> bool:

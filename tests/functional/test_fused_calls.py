@@ -119,7 +119,7 @@ def test_calls_in_a_graph_neither_wait_nor_record() -> None:
 
 
 def test_pace() -> None:
-    """Transfers take longer by the row, pairs by the head dim, and sections have as many heads as L2 holds."""
+    """Transfers take longer by the row, pairs by the head dim, and L2 groups have as many heads as L2 holds."""
 
     def pace_of(rows, total_keys=2**18, dims=(64, 64), heads=16):
         shapes = Shapes(torch.device("cpu"), torch.bfloat16, heads, 2, dims, (128, 128))
@@ -130,6 +130,6 @@ def test_pace() -> None:
     assert 0 < one < two and three - two == pytest.approx(two - one)
     few, many = pace_of([128]), pace_of([128], dims=(128, 128))
     assert many.pair == pytest.approx(2 * few.pair) and few.pair < few.pair_backward < many.pair_backward
-    sections = [pace_of([128], total_keys=n).l2_group_heads for n in (0, 2**16, 2**18, 2**24)]
-    assert sections == sorted(sections, reverse=True) and sections[0] == 16 and sections[-1] < 16
-    assert all(16 % n == 0 for n in sections)
+    l2_groups = [pace_of([128], total_keys=n).l2_group_heads for n in (0, 2**16, 2**18, 2**24)]
+    assert l2_groups == sorted(l2_groups, reverse=True) and l2_groups[0] == 16 and l2_groups[-1] < 16
+    assert all(16 % n == 0 for n in l2_groups)

@@ -10,7 +10,7 @@ import torch
 
 def beside_long_kernels(calls: int = 12) -> Iterator[int]:
     """The numbers of so many calls. Before each, up to three float32 products start on another stream, which hold
-    multiprocessors longer than a unit takes, so CTAs come one by one. All has ended after the last."""
+    multiprocessors longer than a work tile takes, so CTAs come one by one. All has ended after the last."""
     noise, side = torch.randn(4096, 4096, device="cuda"), torch.cuda.Stream()
     for n in range(calls):
         with torch.cuda.stream(side):

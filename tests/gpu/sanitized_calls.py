@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Forwards and backwards of all ways through the kernels, few of each, to be run under compute-sanitizer:
+"""Forwards and backwards of all paths through the kernels, few of each, to be run under compute-sanitizer:
 
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python tests/gpu/sanitized_calls.py
 
@@ -16,15 +16,15 @@ from backward_oracle import make_dout, options_of
 from forward_oracle import make_inputs
 from test_ffa_backward_deterministic import CASES
 
-from magi_attention.kernels.ffa import backward as ffa_bwd
+from magi_attention.kernels.ffa import backward as ffa_backward
 from magi_attention.kernels.ffa.backend import FfaBackend
 from magi_attention.kernels.ffa.schedule.select_schedule import BwdSchedule, select_schedule
 from magi_attention.kernels.ffa.schedule.tile_splits import Split
 from magi_attention.kernels.types import Grads
 
 DIMS = ((64, 64), (128, 128), (72, 120), (256, 256))
-# As many units as multiprocessors about twice, so that heads are not shared out, of tiles that can be split; and of
-# sections of which the last one is smaller.
+# About two work tiles for each SM, so that heads are not split, of tiles that can be split; and of L2 groups of which
+# the last one is smaller.
 MANY = (1337, (96, 24))
 SECTIONS = (2100, (44, 11))
 FORCED = (
@@ -37,7 +37,7 @@ Call = tuple[str, tuple[int, tuple[int, int]], tuple[int, int], dict, BwdSchedul
 
 
 def calls() -> Iterator[Call]:
-    """Mask, tokens and heads, head dims, options, and the steps that are forced."""
+    """Mask, tokens and heads, head dims, options, and the schedule that is forced."""
     for name in CASES:
         for deterministic in (False, True):
             for dims in DIMS:
@@ -45,25 +45,25 @@ def calls() -> Iterator[Call]:
                     yield name, shape, dims, {"deterministic": deterministic}, None
             for shape in (MANY, SECTIONS):
                 yield name, shape, (128, 128), {"deterministic": deterministic, "sm_margin": 40}, None
-        for steps in FORCED:
-            if steps.first_writer or steps == BwdSchedule(80, 0, by_document=True):
-                yield name, MANY, (128, 128), {}, steps
-            if not steps.first_writer:
-                yield name, MANY, (128, 128), {"deterministic": True}, steps
-            if steps.direct_dq_store and steps.block_m == 64:
+        for schedule in FORCED:
+            if schedule.first_writer or schedule == BwdSchedule(80, 0, by_document=True):
+                yield name, MANY, (128, 128), {}, schedule
+            if not schedule.first_writer:
+                yield name, MANY, (128, 128), {"deterministic": True}, schedule
+            if schedule.direct_dq_store and schedule.block_m == 64:
                 for dims in DIMS:
-                    yield name, (777, (8, 2)), dims, {"deterministic": not steps.first_writer}, steps
+                    yield name, (777, (8, 2)), dims, {"deterministic": not schedule.first_writer}, schedule
         for options in ({"softcap": 20.0}, {"sink_shape": (2, 8)}, {"dtype": torch.float16}, {"into": True}):
             yield name, (777, (8, 2)), (128, 128), options, None
 
 
 def run(ffa: FfaBackend, call: Call) -> None:
-    name, (total, heads), dims, options, steps = call
+    name, (total, heads), dims, options, schedule = call
     of_inputs = {n: options[n] for n in ("softcap", "sink_shape", "dtype") if n in options}
     x = make_inputs(0, CASES[name](total), total, total, heads, dims, **of_inputs)
     of_call = {n: options[n] for n in ("deterministic", "sm_margin") if n in options}
     attn, dout = replace(options_of(x), **of_call), make_dout(x)
-    ffa_bwd.select_schedule = select_schedule if steps is None else lambda *_: steps
+    ffa_backward.select_schedule = select_schedule if schedule is None else lambda *_: schedule
     out, lse, _ = ffa.forward_final(x.q, x.k, x.v, x.slices, attn, x.sink)
     operands = (dout, x.q, x.k, x.v, out, lse, x.slices, attn, x.sink)
     for _ in range(2):  # what the first makes of the plan is kept for the second

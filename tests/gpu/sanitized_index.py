@@ -4,7 +4,7 @@
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python tests/gpu/sanitized_index.py
 
 and with ``--tool synccheck python tests/gpu/sanitized_index.py one-place``, which leaves out what synccheck does not
-take: where half a tile of the backward that keeps keys has nothing to do, its warpgroups come to a named barrier at two
+take: where half a tile of the key-stationary backward has nothing to do, its warpgroups come to a named barrier at two
 places of the code. PTX allows that. Results are only held to be finite; the tests of pytest compare them.
 """
 

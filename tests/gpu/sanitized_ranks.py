@@ -22,7 +22,7 @@ CASES = 6
 
 
 def calls(rank: int, world: int) -> None:
-    """Random masks, half of them once more where whoever comes first to a block of dq stores; then random plans."""
+    """Random masks, half of them once more where the first writer of a block of dq stores; then random plans."""
     from test_native_group_collective import check_plans
     from test_one_launch_gpu import random_cases
 

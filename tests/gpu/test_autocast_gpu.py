@@ -12,15 +12,15 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
-@pytest.mark.parametrize("way", ("attend", "flex_flash_attn_func"))
-def test_same_bits_as_of_cast_operands(dtype, way):
+@pytest.mark.parametrize("function", ("attend", "flex_flash_attn_func"))
+def test_same_bits_as_of_cast_operands(dtype, function):
     tokens = 640
     plan = make_plan(Mask.causal(tokens), 1)
     ranges = torch.tensor([[0, tokens]], dtype=torch.int32, device="cuda")
     kinds = torch.ones(1, dtype=torch.int32, device="cuda")
 
     def call(q, k, v):
-        if way == "attend":
+        if function == "attend":
             return attend(q, k, v, plan)[0]
         return flex_flash_attn_func(q, k, v, ranges, ranges, kinds)[0]
 

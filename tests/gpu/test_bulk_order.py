@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the turns of the deterministic backward rest on: a counter that is released orders additions by bulk copies."""
+"""What semaphores of the deterministic backward rest on: a counter that is released orders additions by bulk copies."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_a_release_keeps_additions_in_order(tmp_path):
     """Without it some thousand words are wrong on an H100; that is printed and not asserted, for it is chance."""
     major, minor = torch.cuda.get_device_capability()
     if (major, minor) != (9, 0):
-        pytest.skip(f"the kernels with turns are for sm_90, not for sm_{major}{minor}")
+        pytest.skip(f"the kernels with semaphores are for sm_90, not for sm_{major}{minor}")
     if torch.cuda.get_device_properties(0).multi_processor_count < 132:
         pytest.skip("120 CTAs and 12 others need 132 multiprocessors at once")
     nvcc = find_nvcc()

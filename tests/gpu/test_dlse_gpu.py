@@ -191,7 +191,7 @@ def of_ranks(rank: int, world: int, fused: bool, has_sink: bool, moves: str) -> 
     return [float((a.double() - b).norm() / b.norm()) for a, b in zip(whole, want)]
 
 
-WAYS = {
+MODES = {
     "one launch": (True, False, "never"),
     "one launch, sinks": (True, True, "never"),
     "stages, sinks": (False, True, "never"),
@@ -200,9 +200,9 @@ WAYS = {
 
 
 @pytest.mark.parametrize("world, backend", places(2, 4))
-@pytest.mark.parametrize("way", WAYS)
-def test_over_ranks(way, world, backend) -> None:
-    fused, has_sink, moves = WAYS[way]
+@pytest.mark.parametrize("mode", MODES)
+def test_over_ranks(mode, world, backend) -> None:
+    fused, has_sink, moves = MODES[mode]
     if fused and not IS_HOPPER:
         pytest.skip("Attention in one launch needs Hopper GPUs.")
     for shares in run_processes(world, of_ranks, fused, has_sink, moves, timeout_s=120, backend=backend):

@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from magi_attention.common.plan_cache import PlanCache
 from magi_attention.common.slices import SliceTable, cut_k, trim
 from magi_attention.functional.flex_flash_attn import flex_flash_attn_func
-from magi_attention.kernels.ffa import backward as ffa_bwd
-from magi_attention.kernels.ffa import custom_ops as torch_ops
+from magi_attention.kernels.ffa import backward as ffa_backward
+from magi_attention.kernels.ffa import custom_ops
 from magi_attention.kernels.ffa.backend import FfaBackend
 from magi_attention.kernels.ffa.plans import Kept, PlanShape, RangePlans, table_plan
 from magi_attention.kernels.types import Grads
@@ -49,10 +49,10 @@ def poisoned_like(like: torch.Tensor) -> torch.Tensor:
 @pytest.fixture(autouse=True)
 def explicit_backend_in_poisoned_memory(monkeypatch):
     """An explicit wish, so that no other backend takes over."""
-    for name in torch_ops.WATCHED:
+    for name in custom_ops.WATCHED:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("MAGI_ATTENTION_KERNEL_BACKEND", "ffa")
-    monkeypatch.setattr(ffa_bwd, "_empty_like", poisoned_like)
+    monkeypatch.setattr(ffa_backward, "_empty_like", poisoned_like)
 
 
 def differentiate(x: Inputs, dout: torch.Tensor, **options) -> Grads:
@@ -213,10 +213,10 @@ def test_stages_add_up_in_float32(dtype, with_sink):
         buffers = [torch.randn_like(t, dtype=torch.float32) for t in (x.q, x.k, x.v)]
         total, before = Grads(*(b.clone() for b in buffers)), Grads(*buffers)
         for n, (a, b) in enumerate(zip([0, 130, 131, 300], [130, 131, 300, tk])):
-            piece = SliceTable(cut_k(slices, a, b)[0] - np.array([0, 0, a, a, 0]))
+            part = SliceTable(cut_k(slices, a, b)[0] - np.array([0, 0, a, a, 0]))
             sink = x.sink if n == 1 else None  # exactly one stage applies it
             into = Grads(total.dq, total.dk[a:b], total.dv[a:b])
-            args = (dout, x.q, x.k[a:b], x.v[a:b], out, lse, piece, options_of(x), sink, delta)
+            args = (dout, x.q, x.k[a:b], x.v[a:b], out, lse, part, options_of(x), sink, delta)
             assert ffa.backward(*args, init=into) is into
             total.dsink = into.dsink if n == 1 else total.dsink
         assert_grads(x, total, want, (seed, dims), before=before)

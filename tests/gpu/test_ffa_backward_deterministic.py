@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``deterministic=True`` of the backward kernels: right, and the same bits whatever else the GPU does.
 
-In each of the three ways in which turns are given out: by expected time, in waves (masks of bands, and many tiles)
-and by rank (tiles that visit a block in several layers).
+In each of the three semaphore orders: by expected time, in waves (masks of bands, and many tiles) and by tile (tiles
+that contribute to a block in several segments).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from test_ffa_backward import (  # noqa: F401
 )
 
 from magi_attention.functional.flex_flash_attn import flex_flash_attn_func
-from magi_attention.kernels.ffa import backward as ffa_bwd
+from magi_attention.kernels.ffa import backward as ffa_backward
 from magi_attention.kernels.ffa.backend import FfaBackend
 from magi_attention.kernels.ffa.schedule.select_schedule import select_schedule
 from magi_attention.kernels.types import Grads
@@ -41,8 +41,8 @@ def scattered(total: int) -> np.ndarray:
     rng = np.random.default_rng(total)
     rows = []
     for q in range(0, total, 16):
-        cuts = sorted(rng.choice(total + 1, 6, replace=False).tolist())
-        rows += [(q, min(q + 16, total), *cuts[i : i + 2], 0) for i in (0, 2, 4)]
+        edges = sorted(rng.choice(total + 1, 6, replace=False).tolist())
+        rows += [(q, min(q + 16, total), *edges[i : i + 2], 0) for i in (0, 2, 4)]
     return np.array(rows)
 
 
@@ -100,7 +100,7 @@ def test_the_same_beside_other_work(name):
     assert_same_beside_other_work(x, name)
 
 
-def short_units_beside_long_kernels(rank: int, world: int) -> bool:
+def short_work_tiles_beside_long_kernels(rank: int, world: int) -> bool:
     for name, make in CASES.items():
         for dim in (64, 128, 256):
             x = make_inputs(3, make(700), 700, 700, (8, 2), (dim, dim), device=DEVICE)
@@ -111,7 +111,7 @@ def short_units_beside_long_kernels(rank: int, world: int) -> bool:
     return True
 
 
-def two_in_turns_at_a_time(rank: int, world: int) -> bool:
+def two_at_a_time(rank: int, world: int) -> bool:
     streams = [torch.cuda.Stream() for _ in range(2)]
     x = make_inputs(4, CASES["causal"](4096), 4096, 4096, (16, 2), (128, 128), device=DEVICE)
     dout = make_dout(x)
@@ -127,9 +127,9 @@ def two_in_turns_at_a_time(rank: int, world: int) -> bool:
     return True
 
 
-@pytest.mark.parametrize("work", (short_units_beside_long_kernels, two_in_turns_at_a_time), ids=lambda f: f.__name__)
+@pytest.mark.parametrize("work", (short_work_tiles_beside_long_kernels, two_at_a_time), ids=lambda f: f.__name__)
 def test_nobody_waits_for_ever(work):
-    """In a process of its own: where turns once went in a circle, nothing but its end helped."""
+    """In a process of its own: where CTAs once waited in a circle, nothing but its end helped."""
     assert in_a_process(work)
 
 
@@ -145,8 +145,8 @@ def test_with_multiprocessors_left_free(margin):
 
 
 @pytest.mark.parametrize("total, heads", ((3000, (24, 12)), (2048, (40, 20)), (4600, (8, 8))), ids=str)
-def test_sections_between_one_and_two(total, heads):
-    """Tiles and heads that are two to three units for each of 132 multiprocessors."""
+def test_l2_groups_between_one_and_two(total, heads):
+    """Tiles and heads that are two to three work tiles for each of 132 multiprocessors."""
     for name in ("causal", "documents"):
         x = make_inputs(4, CASES[name](total), total, total, heads, (128, 128), device=DEVICE)
         dout = make_dout(x)
@@ -157,9 +157,9 @@ def test_sections_between_one_and_two(total, heads):
 
 
 @each_dtype
-def test_uneven_documents_share_out_their_heads(dtype, monkeypatch):
+def test_uneven_documents_split_their_heads(dtype, monkeypatch):
     chosen = []
-    monkeypatch.setattr(ffa_bwd, "select_schedule", lambda *a: chosen.append(select_schedule(*a)) or chosen[-1])
+    monkeypatch.setattr(ffa_backward, "select_schedule", lambda *a: chosen.append(select_schedule(*a)) or chosen[-1])
     documents = masks.varlen([0, 640, 768, 896, 1024], 0)
     x = make_inputs(5, documents, 1024, 1024, (128, 32), (64, 64), dtype=dtype, device=DEVICE)
     dout, ffa = make_dout(x), FfaBackend()
@@ -182,8 +182,8 @@ def test_options():
         assert_same_bits(differentiate(x, dout, deterministic=True), first, options)
 
 
-# One section, of about two units for each multiprocessor of an H100: many tiles of few heads, few of many; one query
-# head in a unit, or two; and three, which do not begin apart.
+# One L2 group, of about two work tiles for each SM of an H100: many tiles of few heads, few of many; one query head in
+# a work tile, or two; and three, which do not begin apart.
 FEW_HEADS = (
     (64, (16, 16), 1900),
     (128, (16, 16), 1900),
@@ -197,7 +197,7 @@ FEW_HEADS = (
 
 @pytest.mark.parametrize("dim, heads, total", FEW_HEADS, ids=str)
 @pytest.mark.parametrize("name", CASES)
-def test_units_that_begin_apart(name, dim, heads, total):
+def test_work_tiles_that_begin_apart(name, dim, heads, total):
     x = make_inputs(7, CASES[name](total), total, total, heads, (dim, dim), device=DEVICE)
     dout = make_dout(x)
     first = differentiate(x, dout, deterministic=True)
@@ -206,8 +206,8 @@ def test_units_that_begin_apart(name, dim, heads, total):
         assert_same_bits(differentiate(x, dout, deterministic=True), first, (name, dim))
 
 
-def test_later_sections():
-    """Those behind the first have turns of their own, and the last is smaller: 88 kv heads each on an H100."""
+def test_later_l2_groups():
+    """Those behind the first have targets of their own, and the last is smaller: 88 kv heads each on an H100."""
     total, heads = 300, (1500, 300)
     for name, make in CASES.items():
         x = make_inputs(6, make(total), total, total, heads, (64, 64), device=DEVICE)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Backwards in which whoever comes first to a block of dq stores, with steps of either size: the tests of the others
-once more, where masks would not choose it, too, and with dq written at once where a block has a sole visit. That masks
-do: ``tests/kernels/test_select_schedule.py``."""
+"""Backwards in which the first writer of a block of dq stores, with m-blocks of either size: the tests of the others
+once more, where masks would not choose it, too, and with dq written at once where a block has a single contribution.
+That masks do: ``tests/kernels/test_select_schedule.py``."""
 
 from __future__ import annotations
 
@@ -32,48 +32,48 @@ from test_ffa_backward import (  # noqa: F401
 from test_ffa_backward_deterministic import CASES
 
 from magi_attention.functional.flex_flash_attn import flex_flash_attn_func
-from magi_attention.kernels.ffa import backward as ffa_bwd
+from magi_attention.kernels.ffa import backward as ffa_backward
 from magi_attention.kernels.ffa.peer_kv import RemoteKeys
 from magi_attention.kernels.ffa.schedule.select_schedule import BwdSchedule
 from magi_attention.kernels.types import Grads
 from magi_attention.native import abi
 
 
-class Way(NamedTuple):
+class Mode(NamedTuple):
     queries: int
     direct_dq_store: bool = False
 
 
-WAYS = {"64": Way(64), "80": Way(80), "64 sole": Way(64, True), "80 sole": Way(80, True)}
+MODES = {"64": Mode(64), "80": Mode(80), "64 direct": Mode(64, True), "80 direct": Mode(80, True)}
 
 
-def storing(way: Way):
+def first_writer_of(mode: Mode):
     def select_schedule(q_shape, v_shape, mask, options, processors) -> BwdSchedule:
-        is_wide = way.queries == 80 and not options.softcap and 64 < max(q_shape[2], v_shape[2]) <= 128
+        is_wide = mode.queries == 80 and not options.softcap and 64 < max(q_shape[2], v_shape[2]) <= 128
         is_local = not isinstance(mask, RemoteKeys)
-        sole = way.direct_dq_store and is_local and not options.softcap
+        direct = mode.direct_dq_store and is_local and not options.softcap
         stores = not options.deterministic and is_local
-        return BwdSchedule(80 if is_wide else 64, 0, first_writer=stores, direct_dq_store=sole)
+        return BwdSchedule(80 if is_wide else 64, 0, first_writer=stores, direct_dq_store=direct)
 
     return select_schedule
 
 
-@pytest.fixture(autouse=True, params=WAYS.values(), ids=WAYS)
-def way(request, monkeypatch) -> Way:
-    monkeypatch.setattr(ffa_bwd, "select_schedule", storing(request.param))
+@pytest.fixture(autouse=True, params=MODES.values(), ids=MODES)
+def mode(request, monkeypatch) -> Mode:
+    monkeypatch.setattr(ffa_backward, "select_schedule", first_writer_of(request.param))
     return request.param
 
 
 @pytest.fixture
 def orders(monkeypatch) -> list[int]:
     """The order of dq of each launch."""
-    found, start = [], ffa_bwd._start
+    found, start = [], ffa_backward._start
 
     def watched(library, params: bytes, *rest) -> int:
         found.append(abi.FfaBwdParams.from_buffer_copy(params).dq_mode)
         return start(library, params, *rest)
 
-    monkeypatch.setattr(ffa_bwd, "_start", watched)
+    monkeypatch.setattr(ffa_backward, "_start", watched)
     return found
 
 
@@ -100,7 +100,7 @@ def test_with_multiprocessors_left_free(margin):
 
 
 def undisturbed(x, dout) -> Grads:
-    """With nothing beside it; and turns, which may walk another way, come to nearly the same."""
+    """With nothing beside it; and deterministic mode, which may traverse in another order, comes to nearly the same."""
     torch.cuda.synchronize()
     found = differentiate(x, dout)
     assert_near(found, differentiate(x, dout, deterministic=True))
@@ -121,8 +121,8 @@ def test_beside_other_work(name):
     torch.cuda.synchronize()
 
 
-def short_units_beside_long_kernels(rank: int, world: int, way: Way) -> bool:
-    ffa_bwd.select_schedule = storing(way)
+def short_work_tiles_beside_long_kernels(rank: int, world: int, mode: Mode) -> bool:
+    ffa_backward.select_schedule = first_writer_of(mode)
     for name, make in CASES.items():
         for dim in (64, 128, 256):
             x = make_inputs(3, make(700), 700, 700, (8, 2), (dim, dim), device=DEVICE)
@@ -133,9 +133,9 @@ def short_units_beside_long_kernels(rank: int, world: int, way: Way) -> bool:
     return True
 
 
-def two_at_a_time(rank: int, world: int, way: Way) -> bool:
-    """On two streams, every third in turns."""
-    ffa_bwd.select_schedule = storing(way)
+def two_at_a_time(rank: int, world: int, mode: Mode) -> bool:
+    """On two streams, every third in deterministic mode."""
+    ffa_backward.select_schedule = first_writer_of(mode)
     streams = [torch.cuda.Stream() for _ in range(2)]
     x = make_inputs(4, CASES["causal"](4096), 4096, 4096, (16, 2), (128, 128), device=DEVICE)
     dout, found = make_dout(x), []
@@ -150,9 +150,9 @@ def two_at_a_time(rank: int, world: int, way: Way) -> bool:
     return True
 
 
-def graphs_beside_each_other(rank: int, world: int, way: Way) -> bool:
-    """Replays of two graphs, which nobody puts one after the other."""
-    ffa_bwd.select_schedule = storing(way)
+def graphs_beside_each_other(rank: int, world: int, mode: Mode) -> bool:
+    """Replays of two graphs, which are not put one after the other."""
+    ffa_backward.select_schedule = first_writer_of(mode)
     x = make_inputs(5, CASES["documents"](3000), 3000, 3000, (16, 2), (128, 128), device=DEVICE)
     dout, leaves, ranges = make_dout(x), [t.detach().clone().requires_grad_() for t in (x.q, x.k, x.v)], x.ranges
 
@@ -176,9 +176,9 @@ def graphs_beside_each_other(rank: int, world: int, way: Way) -> bool:
     return True
 
 
-WORK = (short_units_beside_long_kernels, two_at_a_time, graphs_beside_each_other)
+WORK = (short_work_tiles_beside_long_kernels, two_at_a_time, graphs_beside_each_other)
 
 
 @pytest.mark.parametrize("work", WORK, ids=lambda f: f.__name__)
-def test_nobody_waits_for_ever(work, way):
-    assert in_a_process(work, way)
+def test_nobody_waits_for_ever(work, mode):
+    assert in_a_process(work, mode)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Units of short documents that are split by a work list (csrc/ffa/sm90/bwd/schedule/split.cuh).
+"""Work tiles of short documents that are split by a work list (csrc/ffa/sm90/bwd/schedule/split.cuh).
 
-Whether they are depends on lengths and on the number of multiprocessors; the list tells.
+Whether they are depends on lengths and on the number of multiprocessors; the list says.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from test_ffa_backward import (  # noqa: F401
 )
 
 from magi_attention.common.plan_cache import PlanCache
-from magi_attention.kernels.ffa import backward as ffa_bwd
+from magi_attention.kernels.ffa import backward as ffa_backward
 from magi_attention.kernels.ffa.backend import FfaBackend
 from magi_attention.kernels.ffa.plans import DEVICE_PLANS, Kept, PlanShape, RangePlans, RangeTensors, table_plan
 from magi_attention.kernels.ffa.schedule.select_schedule import BwdSchedule
 from magi_attention.kernels.types import Grads
 from magi_attention.native import abi
 from magi_attention.testing import masks
-from magi_attention.testing.uneven import WAYS
+from magi_attention.testing.uneven import SPLIT_CASES
 
-TOTAL, HEADS = 700, (176, 44)  # 6 tiles x 44 heads: two units for each of 132 multiprocessors
+TOTAL, HEADS = 700, (176, 44)  # 6 tiles x 44 heads: two work tiles for each of 132 multiprocessors
 
 
 @pytest.fixture(autouse=True)
@@ -41,9 +41,9 @@ def ranges_on_the_host(monkeypatch):
 
 
 @pytest.fixture(autouse=True)
-def narrow_steps(monkeypatch):
+def m_blocks_of_64(monkeypatch):
     """m-blocks have 64 queries. The files of m-blocks of 80 take the tests from here, but not this."""
-    monkeypatch.setattr(ffa_bwd, "select_schedule", lambda *_: BwdSchedule(64, 0))
+    monkeypatch.setattr(ffa_backward, "select_schedule", lambda *_: BwdSchedule(64, 0))
 
 
 @pytest.fixture
@@ -57,12 +57,12 @@ def workspaces(monkeypatch) -> list[torch.Tensor]:
             workspaces[:] = [made]
         return made
 
-    monkeypatch.setattr(ffa_bwd, "_empty_like", empty_like)
+    monkeypatch.setattr(ffa_backward, "_empty_like", empty_like)
     return workspaces
 
 
 @pytest.fixture
-def listed(monkeypatch):
+def list_counts(monkeypatch):
     """How many tiles of how many heads the last backward split, and how many work tiles its list had: a function."""
     plans, plan = [], RangePlans.plan
 
@@ -83,9 +83,9 @@ def listed(monkeypatch):
 
 
 @pytest.fixture
-def was_split(listed):
+def was_split(list_counts):
     """Whether the last backward split its tiles: a function."""
-    return lambda: listed()[0] > 0
+    return lambda: list_counts()[0] > 0
 
 
 def documents(seed: int, count: int = 4, kind: int = 0, total: int = TOTAL) -> np.ndarray:
@@ -114,37 +114,37 @@ def has_132_multiprocessors() -> bool:
     return torch.cuda.get_device_properties(DEVICE).multi_processor_count == 132
 
 
-@pytest.mark.parametrize("name", WAYS)
-def test_each_way_to_split(listed, name):
-    lengths, kind, heads, tiles, units = WAYS[name]
+@pytest.mark.parametrize("name", SPLIT_CASES)
+def test_each_kind_of_split(list_counts, name):
+    lengths, kind, heads, tiles, work_tiles = SPLIT_CASES[name]
     slices = masks.varlen([0, *np.cumsum(lengths).tolist()], kind).array
     x = make_inputs(1, slices, sum(lengths), sum(lengths), heads, (128, 128), torch.bfloat16, DEVICE)
     dout = make_dout(x, 1)
     got = differentiate(x, dout)
     if has_132_multiprocessors():
-        assert listed() == (tiles * heads[1], units * heads[1])
+        assert list_counts() == (tiles * heads[1], work_tiles * heads[1])
     assert_grads(x, got, truth(x, dout), name)
     assert_same(differentiate(x, dout), got, torch.bfloat16, name)
     assert_grads(x, differentiate(x, dout, sm_margin=20), truth(x, dout), (name, "fewer multiprocessors"))
 
 
-# With 132 multiprocessors: 29 tiles of 10 heads and 16 tiles of 20 heads, which are one section.
+# With 132 multiprocessors: 29 tiles of 10 heads and 16 tiles of 20 heads, which are one L2 group.
 @pytest.mark.parametrize("total, heads", ((3700, (40, 10)), (2048, (80, 20))), ids=("10 heads", "20 heads"))
-def test_sections_between_one_and_two(listed, total, heads):
+def test_l2_groups_between_one_and_two(list_counts, total, heads):
     for kind in (0, 1):
         x = make_inputs(7, documents(7, 3, kind, total), total, total, heads, (128, 128), torch.bfloat16, DEVICE)
         dout = make_dout(x, 7)
         got = differentiate(x, dout)
         if has_132_multiprocessors():
-            assert listed()[1] > 0
+            assert list_counts()[1] > 0
         assert_grads(x, got, truth(x, dout), kind)
         assert_same(differentiate(x, dout), got, torch.bfloat16, kind)
 
 
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize("name", SPLIT_CASES)
 def test_the_last_kernel_waits_for_what_is_missing(name):
     """It begins before the main one has ended, here long before: that has few multiprocessors, and others are busy."""
-    lengths, kind, heads, *_ = WAYS[name]
+    lengths, kind, heads, *_ = SPLIT_CASES[name]
     slices = masks.varlen([0, *np.cumsum(lengths).tolist()], kind).array
     x = make_inputs(3, slices, sum(lengths), sum(lengths), heads, (128, 128), torch.bfloat16, DEVICE)
     dout = make_dout(x, 3)
@@ -159,9 +159,9 @@ def test_the_last_kernel_waits_for_what_is_missing(name):
     torch.cuda.synchronize()
 
 
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize("name", SPLIT_CASES)
 def test_a_graph_and_another_stream_read_the_same_list(name):
-    lengths, kind, heads, *_ = WAYS[name]
+    lengths, kind, heads, *_ = SPLIT_CASES[name]
     slices = masks.varlen([0, *np.cumsum(lengths).tolist()], kind).array
     x = make_inputs(5, slices, sum(lengths), sum(lengths), heads, (128, 128), torch.bfloat16, DEVICE)
     ffa, dout = FfaBackend(), make_dout(x, 5)
@@ -190,10 +190,10 @@ def test_a_graph_and_another_stream_read_the_same_list(name):
     assert torch.equal(kept.plan, before), "kernels only read it"
 
 
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize("name", SPLIT_CASES)
 def test_range_tensors_give_the_same_without_a_list(name):
     """The first call of a mask that only the device knows: its tiles stay whole."""
-    lengths, kind, heads, *_ = WAYS[name]
+    lengths, kind, heads, *_ = SPLIT_CASES[name]
     slices = masks.varlen([0, *np.cumsum(lengths).tolist()], kind).array
     x = make_inputs(5, slices, sum(lengths), sum(lengths), heads, (128, 128), torch.bfloat16, DEVICE)
     ffa, dout = FfaBackend(), make_dout(x, 5)
@@ -219,7 +219,7 @@ def test_a_plan_of_other_shapes_gives_nan(monkeypatch):
 
 def test_rows_with_delta_given_and_without_out():
     """What a call of the runtime gives: delta in place of out, and gradients in float32."""
-    lengths, kind, heads, *_ = WAYS["two tiles cut"]
+    lengths, kind, heads, *_ = SPLIT_CASES["two tiles by queries"]
     slices = masks.varlen([0, *np.cumsum(lengths).tolist()], kind).array
     x = make_inputs(6, slices, sum(lengths), sum(lengths), heads, (128, 128), torch.bfloat16, DEVICE)
     ffa, dout = FfaBackend(), make_dout(x, 6)
@@ -230,15 +230,15 @@ def test_rows_with_delta_given_and_without_out():
         assert_grads(x, got, truth(x, dout))
 
 
-def test_a_cut_tile_beside_unseen_rows(listed):
-    lengths, kind, heads, tiles, _ = WAYS["two tiles cut, and the two shortest by heads"]
+def test_a_tile_split_by_queries_beside_unseen_rows(list_counts):
+    lengths, kind, heads, tiles, _ = SPLIT_CASES["two tiles by queries, and the two shortest by heads"]
     slices = masks.varlen([0, *np.cumsum(lengths).tolist()], kind).array[1:]
     x = make_inputs(2, slices, sum(lengths), sum(lengths), heads, (128, 128), torch.bfloat16, DEVICE)
     dout = make_dout(x, 2)
     want = differentiate(x, dout)
     assert_grads(x, want, truth(x, dout))
     if has_132_multiprocessors():
-        assert listed()[0] == tiles * heads[1]
+        assert list_counts()[0] == tiles * heads[1]
     sees, is_seen = seen(x)
     for t, rows in ((x.q, ~sees), (dout, ~sees), (x.k, ~is_seen), (x.v, ~is_seen)):
         t[rows] = float("nan")

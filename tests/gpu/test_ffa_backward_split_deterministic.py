@@ -31,25 +31,25 @@ from test_ffa_backward_deterministic import (
 )
 
 from magi_attention.errors import ContractError
-from magi_attention.kernels.ffa import backward as ffa_bwd
+from magi_attention.kernels.ffa import backward as ffa_backward
 from magi_attention.kernels.ffa.backend import FfaBackend
 from magi_attention.kernels.ffa.schedule.select_schedule import BwdSchedule, select_schedule
 from magi_attention.kernels.ffa.schedule.tile_splits import Split
 from magi_attention.kernels.types import Grads
 from magi_attention.testing import masks
 
-# Queries and keys, query and kv heads: enough units for 132 multiprocessors, so that heads are not shared out anyway.
+# Queries and keys, query and kv heads: enough work tiles for 132 multiprocessors, so that heads are not split anyway.
 TOTAL, HEADS = 1337, (96, 24)
 SPLITS = (Split(0, 2, 4), Split(3, 9, 2), Split(0, 11, 4), Split(10, 11, 2))
 
 
 def force(split: Split) -> None:
-    ffa_bwd.select_schedule = lambda *_: BwdSchedule(80, 0, split=split)
+    ffa_backward.select_schedule = lambda *_: BwdSchedule(80, 0, split=split)
 
 
 @pytest.fixture
 def forced(monkeypatch):
-    monkeypatch.setattr(ffa_bwd, "select_schedule", None)  # so that it is put back
+    monkeypatch.setattr(ffa_backward, "select_schedule", None)  # so that it is put back
     return force
 
 
@@ -95,7 +95,7 @@ def test_the_same_beside_other_work(name, forced):
 @each_dtype
 def test_as_chosen(dtype, monkeypatch):
     chosen = []
-    monkeypatch.setattr(ffa_bwd, "select_schedule", lambda *a: chosen.append(select_schedule(*a)) or chosen[-1])
+    monkeypatch.setattr(ffa_backward, "select_schedule", lambda *a: chosen.append(select_schedule(*a)) or chosen[-1])
     documents = masks.varlen([0, 960, 1568, 2048], 0)
     x = make_inputs(8, documents, 2048, 2048, (64, 16), (128, 128), dtype=dtype, device=DEVICE)
     dout, ffa = make_dout(x), FfaBackend()
@@ -155,9 +155,9 @@ def test_in_a_cuda_graph(forced):
     assert_same_from_a_graph(make_inputs(6, CASES["causal"](TOTAL), TOTAL, TOTAL, HEADS, (128, 128), device=DEVICE))
 
 
-def test_what_cannot_be_split_is_told(forced):
+def test_what_cannot_be_split_is_refused(forced):
     def error_of(split: Split, heads=HEADS, block_m: int = 80, **options) -> str:
-        ffa_bwd.select_schedule = lambda *_: BwdSchedule(block_m, 0, split=split)
+        ffa_backward.select_schedule = lambda *_: BwdSchedule(block_m, 0, split=split)
         x = make_inputs(7, CASES["full"](TOTAL), TOTAL, TOTAL, heads, (128, 128), device=DEVICE)
         with pytest.raises(ContractError) as info:
             differentiate(x, make_dout(x), **{"deterministic": True, **options})

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The backward with steps of 80 queries, which head dims of 65 to 128 may take, or 128 for smaller ones: the tests of
-the others once more.
+"""The backward with m-blocks of 80 queries, which head dims of 65 to 128 may take, or 128 for smaller ones: the tests
+of the others once more.
 
-And that masks choose it: see ``magi_attention.kernels.ffa.schedule.steps``.
+And that masks choose it: see ``magi_attention.kernels.ffa.schedule.block_m``.
 """
 
 from __future__ import annotations
@@ -33,27 +33,27 @@ from test_ffa_backward import (  # noqa: F401
 )
 from test_ffa_backward_split import documents, inputs, workspaces  # noqa: F401
 
-from magi_attention.kernels.ffa import backward as ffa_bwd
+from magi_attention.kernels.ffa import backward as ffa_backward
 from magi_attention.kernels.ffa.backend import FfaBackend
 from magi_attention.kernels.ffa.host_ranges import HostRanges
-from magi_attention.kernels.ffa.schedule import work_tiles as unit_walks
+from magi_attention.kernels.ffa.schedule import work_tiles as work_tiles_module
 from magi_attention.kernels.ffa.schedule.select_schedule import BwdSchedule, select_schedule
 from magi_attention.kernels.types import Grads
 from magi_attention.testing import masks
 
-# 11 tiles: 484 units, of which 88 are left to a last round of 132 multiprocessors; they are split in four.
+# 11 tiles: 484 work tiles, of which 88 are left to a last wave of 132 SMs; they are split in four.
 LONG = 1300
 
 
-def wide_where_possible(q_shape, v_shape, mask, options, processors) -> BwdSchedule:
-    """Wide steps wherever there is a kernel for them."""
+def largest_where_possible(q_shape, v_shape, mask, options, processors) -> BwdSchedule:
+    """The largest m-blocks for which there is a kernel."""
     largest = largest_block_m(max(q_shape[2], v_shape[2]), options.deterministic)
     return BwdSchedule(64 if options.softcap else largest, 0)
 
 
 @pytest.fixture(autouse=True)
-def wide_steps(monkeypatch):
-    monkeypatch.setattr(ffa_bwd, "select_schedule", wide_where_possible)
+def m_blocks_of_80(monkeypatch):
+    monkeypatch.setattr(ffa_backward, "select_schedule", largest_where_possible)
 
 
 @pytest.fixture(autouse=True, params=("host", "device"))
@@ -68,8 +68,8 @@ def known_to(request, monkeypatch):
 
 
 @pytest.fixture
-def was_last_round_split(workspaces):  # noqa: F811
-    """Whether the last backward split the units of the last round: a part of dk lies behind the sum of dq."""
+def was_last_wave_split(workspaces):  # noqa: F811
+    """Whether the last backward split the work tiles of the last wave: a part of dk lies behind dq_accum."""
     return lambda: _has_parts(workspaces[0])
 
 
@@ -102,10 +102,10 @@ def test_both_blocks_give_the_same_gradients(monkeypatch):
 
 
 @pytest.mark.parametrize("margin", (0, 5))
-def test_walks_in_step(margin, known_to, monkeypatch):
-    """Tiles of one head that are more than a wave: in pairs, beside steps of 64 in the plan's own order."""
-    made, make = [], unit_walks._in_waves
-    monkeypatch.setattr(unit_walks, "_in_waves", lambda *a: made.append(1) or make(*a))
+def test_traversals_in_step(margin, known_to, monkeypatch):
+    """Tiles of one head that are more than a wave: in pairs, beside m-blocks of 64 in the plan's own order."""
+    made, make = [], work_tiles_module._in_waves
+    monkeypatch.setattr(work_tiles_module, "_in_waves", lambda *a: made.append(1) or make(*a))
     total = 128 * 190 + 7
     x = make_inputs(3, masks.causal(total), total, total, (24, 3), (128, 128), device=DEVICE)
     dout = make_dout(x, 3)
@@ -123,7 +123,7 @@ def test_walks_in_step(margin, known_to, monkeypatch):
 def test_a_long_mask_chooses_it(monkeypatch):
     monkeypatch.undo()
     chosen = []
-    monkeypatch.setattr(ffa_bwd, "select_schedule", lambda *a: chosen.append(select_schedule(*a)) or chosen[-1])
+    monkeypatch.setattr(ffa_backward, "select_schedule", lambda *a: chosen.append(select_schedule(*a)) or chosen[-1])
     ffa, total = FfaBackend(), 4500
     for slices in (masks.full(total), masks.varlen(list(range(0, total + 1, 500)), 1)):
         x = make_inputs(0, slices, total, total, (4, 1), (128, 128), device=DEVICE)
@@ -137,22 +137,22 @@ def test_a_long_mask_chooses_it(monkeypatch):
 
 @each_dtype
 @pytest.mark.parametrize("dims", ((128, 128), (96, 80)), ids=str)
-def test_units_of_the_last_round(was_last_round_split, known_to, dims, dtype):
+def test_work_tiles_of_the_last_wave(was_last_wave_split, known_to, dims, dtype):
     for seed, slices in enumerate((masks.full(LONG).array, masks.causal(LONG).array, documents(3, total=LONG))):
         x = inputs(seed, slices, dims, dtype, LONG)
         dout = make_dout(x, seed)
         got, want = differentiate(x, dout), truth(x, dout)
-        assert was_last_round_split() or known_to == "device"
+        assert was_last_wave_split() or known_to == "device"
         assert_grads(x, got, want, (seed, dims))
         assert_same(differentiate(x, dout), got, dtype, seed)
         assert_grads(x, differentiate(x, dout, sm_margin=20), want, (seed, dims, "fewer multiprocessors"))
 
 
-def test_the_last_round_adds_to_float32_buffers(was_last_round_split):
+def test_the_last_wave_adds_to_float32_buffers(was_last_wave_split):
     ffa, x = FfaBackend(), inputs(2, masks.full(LONG).array, total=LONG)
     dout, (out, lse) = make_dout(x), forward(x, ffa)
     before = Grads(*(torch.randn_like(t, dtype=torch.float32) for t in (x.q, x.k, x.v)))
     into = Grads(*(t.clone() for t in (before.dq, before.dk, before.dv)))
     ffa.backward(dout, x.q, x.k, x.v, out, lse, x.slices, options_of(x), init=into)
-    assert was_last_round_split()
+    assert was_last_wave_split()
     assert_grads(x, into, truth(x, dout), before=before)

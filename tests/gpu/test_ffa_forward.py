@@ -28,7 +28,7 @@ from magi_attention.common.mask import Mask
 from magi_attention.common.slices import SliceTable, cut_k, trim
 from magi_attention.errors import NoBackendError
 from magi_attention.functional.flex_flash_attn import flex_flash_attn_func
-from magi_attention.kernels.ffa import custom_ops as torch_ops
+from magi_attention.kernels.ffa import custom_ops
 from magi_attention.kernels.ffa.backend import FfaBackend
 from magi_attention.kernels.types import AttnOptions, Partial
 from magi_attention.testing import masks
@@ -48,7 +48,7 @@ each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=("bf16", "fp16"))
 @pytest.fixture(autouse=True)
 def explicit_backend(monkeypatch):
     """An explicit wish, so that no other backend takes over."""
-    for name in torch_ops.WATCHED:
+    for name in custom_ops.WATCHED:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("MAGI_ATTENTION_KERNEL_BACKEND", "ffa")
 
@@ -296,7 +296,7 @@ def test_no_rows(tq, tk):
 
 
 def test_more_work_than_fits_at_once():
-    """Some 80 tiles per multiprocessor, a long sequence and few SMs: the scheduler has to hand out many rounds."""
+    """Some 80 tiles per multiprocessor, a long sequence and few SMs: the scheduler has to make many waves."""
     x = make_inputs(0, masks.varlen(list(range(0, 20_001, 80)), 1), 20_000, 20_000, (16, 16), device=DEVICE)
     got = attend(x, sm_margin=100)
     for first in (0, 9_920, 19_920):

@@ -22,12 +22,12 @@ pytestmark = [
 ]
 
 MARGIN, SLEEP_CYCLES = 16, 1_500_000  # of an H100 about 0.8 ms, in which the host launches and the kernel begins
-# Each of its last kernels: of wide steps, of listed units, where whoever comes first stores, in turns.
+# Each of its last kernels: of m-blocks of 80, of work lists, where the first writer stores, in deterministic mode.
 CASES = {
     "plain": (masks.full(16384), (16, 2), False),
-    "listed": (masks.full(5120), (64, 8), False),
-    "stores": (masks.sliding_window(32768, 512), (64, 8), False),
-    "turns": (masks.full(16384), (16, 2), True),
+    "work list": (masks.full(5120), (64, 8), False),
+    "first writer": (masks.sliding_window(32768, 512), (64, 8), False),
+    "deterministic": (masks.full(16384), (16, 2), True),
 }
 
 

@@ -25,7 +25,7 @@ from magi_attention.native.ffa import FfaLibrary
 from magi_attention.testing import masks
 
 DEVICE = "cuda"
-OF_HOPPER = {"test_uneven_documents_share_out_their_heads"}
+OF_HOPPER = {"test_uneven_documents_split_their_heads"}
 
 
 def portable_library() -> FfaLibrary | str:

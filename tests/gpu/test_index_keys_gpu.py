@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The backward of block masks that keeps keys, against the reference in float64 and the one that keeps queries."""
+"""The key-stationary backward of block masks, against the reference in float64 and the query-stationary one."""
 
 from __future__ import annotations
 

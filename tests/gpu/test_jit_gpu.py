@@ -14,7 +14,7 @@ from forward_oracle import Inputs, Result, assert_right, make_inputs
 from magi_attention.errors import BuildError, UnsupportedError
 from magi_attention.functional.flex_flash_attn import flex_flash_attn_func
 from magi_attention.kernels import Registry, SdpaBackend
-from magi_attention.kernels.ffa import custom_ops as torch_ops
+from magi_attention.kernels.ffa import custom_ops
 from magi_attention.kernels.ffa.backend import FfaBackend
 from magi_attention.kernels.types import Grads
 from magi_attention.native import build, jit, loader, toolchain
@@ -56,7 +56,7 @@ def one_variant(tmp_path_factory, cache) -> FfaLibrary:
 @pytest.fixture(autouse=True)
 def explicit_backend(monkeypatch, cache):
     """An explicit wish, so that no other backend takes over."""
-    for name in (*torch_ops.WATCHED, "MAGI_ATTENTION_NO_BUILD_CACHE"):
+    for name in (*custom_ops.WATCHED, "MAGI_ATTENTION_NO_BUILD_CACHE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("MAGI_ATTENTION_KERNEL_BACKEND", "ffa")
     monkeypatch.setenv("MAGI_ATTENTION_WORKSPACE_BASE", str(cache))
@@ -67,7 +67,7 @@ def explicit_backend(monkeypatch, cache):
 
 def use(monkeypatch, backend: FfaBackend) -> None:
     registry = Registry((backend, SdpaBackend()))
-    monkeypatch.setattr(torch_ops, "default_registry", lambda: registry)
+    monkeypatch.setattr(custom_ops, "default_registry", lambda: registry)
 
 
 def attend(x: Inputs) -> Result:

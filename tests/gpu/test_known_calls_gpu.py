@@ -9,7 +9,7 @@ from forward_oracle import make_inputs
 
 from magi_attention.errors import UnsupportedError
 from magi_attention.functional.flex_flash_attn import flex_flash_attn_func
-from magi_attention.kernels.ffa import custom_ops as torch_ops
+from magi_attention.kernels.ffa import custom_ops
 from magi_attention.native import loader
 from magi_attention.testing import masks
 
@@ -23,7 +23,7 @@ KNOWN = flex_flash_attn_func.known_calls
 
 @pytest.fixture(autouse=True)
 def nothing_known(monkeypatch):
-    for name in torch_ops.WATCHED:
+    for name in custom_ops.WATCHED:
         monkeypatch.delenv(name, raising=False)
     try:
         loader.load_host()

@@ -19,8 +19,8 @@ from places import NEEDS_A_GPU, places
 from magi_attention import api
 from magi_attention.common.ranges import AttnRanges
 from magi_attention.common.slices import SliceTable, to_dense
-from magi_attention.kernels.ffa import backward as ffa_bwd
-from magi_attention.kernels.ffa.schedule import select_schedule as backward_steps
+from magi_attention.kernels.ffa import backward as ffa_backward
+from magi_attention.kernels.ffa.schedule import select_schedule as schedule_module
 from magi_attention.testing.masks import random_slices
 from magi_attention.testing.spawn import run_processes
 
@@ -78,12 +78,12 @@ def errors_of(got, plain, truth, slacks) -> list[float]:
     return found
 
 
-def steps_as(stores: bool, by_document: bool):
-    """Instead of ``select_schedule``: the same steps, but where whoever comes first is to store, or documents are to
+def schedule_as(stores: bool, by_document: bool):
+    """Instead of ``select_schedule``: the same schedule, but where the first writer is to store, or documents are to
     come one after the other, whatever the mask."""
 
-    def select_schedule(*call) -> backward_steps.BwdSchedule:
-        return backward_steps.select_schedule(*call)._replace(first_writer=stores, by_document=by_document)
+    def select_schedule(*call) -> schedule_module.BwdSchedule:
+        return schedule_module.select_schedule(*call)._replace(first_writer=stores, by_document=by_document)
 
     return select_schedule
 
@@ -91,11 +91,11 @@ def steps_as(stores: bool, by_document: bool):
 def one_case(seed: int, dtype: torch.dtype, fused: bool, degree: int = 1):
     """Every rank makes the same case; returns gathered results and the case.
 
-    Odd seeds take wide steps in the backward, however short the mask is. Two of eight have so many heads that there is
-    a last round to be shared out, for most numbers of tiles (with 132 multiprocessors, all but multiples of three).
+    Odd seeds take larger m-blocks in the backward, however short the mask is. Two of eight have so many heads that
+    there is a last wave to be split, for most numbers of tiles (with 132 SMs, all but multiples of three).
     The last of ten seeds has a causal mask whose first rank reads no keys but its own.
     """
-    backward_steps.select_block_m = lambda slices, q_shape, *a: largest_block_m(q_shape[2], a[-1]) if seed % 2 else 64
+    schedule_module.select_block_m = lambda slices, q_shape, *a: largest_block_m(q_shape[2], a[-1]) if seed % 2 else 64
     rng = np.random.default_rng(seed)
     has_last_round = seed % 8 in (5, 6)
     total = int(rng.integers(800, 1400) if has_last_round else rng.integers(300, 2500))
@@ -151,7 +151,7 @@ def random_cases(
     found = []
     for seed in seeds:
         if stores:
-            ffa_bwd.select_schedule = steps_as(True, by_document=seed // 2 % 2 == 1)
+            ffa_backward.select_schedule = schedule_as(True, by_document=seed // 2 % 2 == 1)
         q, k, v, dout, sink, slices, key = one_case(seed, dtype, fused=True)
         got = run(q, k, v, dout, sink, key)
         if rank == 0:
@@ -173,7 +173,7 @@ def test_random_masks_against_float64(world: int, backend: str, dtype: torch.dty
 
 
 @pytest.mark.parametrize("world, backend", places(2, 4))
-def test_whoever_comes_first_stores(world: int, backend: str) -> None:
+def test_the_first_writer_stores(world: int, backend: str) -> None:
     """As for long packs of documents; half of the seeds one document after the other."""
     results = run_processes(world, random_cases, torch.bfloat16, range(24), True, timeout_s=240, backend=backend)
     for seed, errors in results[0]:
@@ -199,7 +199,7 @@ def repeated(rank: int, world: int, is_deterministic: bool, fused: bool, stores:
     os.environ["MAGI_ATTENTION_DETERMINISTIC_MODE"] = "1" if is_deterministic else "0"
     for seed in SEEDS_IN_TURNS if is_deterministic and fused else (1, 3, 4, 5, 7):
         if fused:
-            ffa_bwd.select_schedule = steps_as(stores, by_document=seed % 3 == 1)
+            ffa_backward.select_schedule = schedule_as(stores, by_document=seed % 3 == 1)
         q, k, v, dout, sink, slices, key = one_case(seed, torch.bfloat16, fused=fused)
         first = run(q, k, v, dout, sink, key)
         for i in range(100 // 5):
@@ -218,7 +218,7 @@ def repeated(rank: int, world: int, is_deterministic: bool, fused: bool, stores:
 SEEDS_IN_TURNS = range(24)
 MODES = {
     "one launch": (False, True),
-    "one launch, whoever comes first stores": (False, True, True),
+    "one launch, the first writer stores": (False, True, True),
     "one launch, deterministic": (True, True),
     "stages, deterministic": (True, False),
 }

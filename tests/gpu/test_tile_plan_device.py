@@ -26,7 +26,7 @@ TILES = (16, 64, 128)
 ALL = masks.ALL_TYPES
 GARBAGE = -7  # what buffers hold before
 GUARD = 64  # words after the buffer that nobody may touch
-HAS_UNSEEN = 4  # word of a layer
+HAS_UNSEEN = 4  # word of a segment
 
 
 @functools.lru_cache(maxsize=1)
@@ -155,7 +155,7 @@ def test_more_slices_per_tile_than_are_sorted_at_a_time(tile):
 
 
 def test_many_layers_in_a_tile():
-    """Separate columns cannot join, so a tile has hundreds of layers, most of them built in the plan itself."""
+    """Separate columns cannot join, so a tile has hundreds of segments, most of them built in the plan itself."""
     rows = np.array([[0, 300, 1000 * i, 1000 * i + 1 + i % 300, 0] for i in range(400)])
     plan = check(rows[np.random.default_rng(0).permutation(400)], 300, 400_000, 128)
     assert (plan.tiles[:, 3] == 400).all()
@@ -197,9 +197,9 @@ def test_content_is_the_same_in_every_run():
 @pytest.mark.parametrize("tile", TILES)
 def test_too_small_buffers_say_so(tile):
     rows = rows_of(masks.causal(3000))
-    layers = TilePlan.build(rows, 3000, 3000, tile, 2).header.num_segments
-    assert TilePlan(device_words(rows, 3000, 3000, tile, room=layers)).header.status == abi.OK
-    for room in (0, 1, layers // 2, layers - 1):
+    segments = TilePlan.build(rows, 3000, 3000, tile, 2).header.num_segments
+    assert TilePlan(device_words(rows, 3000, 3000, tile, room=segments)).header.status == abi.OK
+    for room in (0, 1, segments // 2, segments - 1):
         plan = TilePlan(device_words(rows, 3000, 3000, tile, room=room))
         header = plan.header
         assert header.status == abi.CAPACITY and header.num_segments == 0, room

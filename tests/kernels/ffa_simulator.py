@@ -16,7 +16,7 @@ import torch
 from magi_attention.common.slices import SliceTable
 from magi_attention.functional.flex_flash_attn import flex_flash_attn_func
 from magi_attention.kernels import Registry, SdpaBackend
-from magi_attention.kernels.ffa import custom_ops as torch_ops
+from magi_attention.kernels.ffa import custom_ops
 from magi_attention.kernels.ffa.backend import FfaBackend
 from magi_attention.kernels.ffa.plans import RangeTensors
 from magi_attention.native import abi
@@ -345,12 +345,12 @@ class Anywhere(FfaBackend):
 
 def public_backend(monkeypatch) -> tuple[FfaBackend, Simulator]:
     """Puts ``flex_flash_attn_func`` on the simulated kernels, with nothing known."""
-    for name in torch_ops.WATCHED:
+    for name in custom_ops.WATCHED:
         monkeypatch.delenv(name, raising=False)
     simulator = Simulator()
     ffa = Anywhere(simulator, CpuRuntime())
     registry = Registry((ffa, SdpaBackend()))
-    monkeypatch.setattr(torch_ops, "default_registry", lambda: registry)
+    monkeypatch.setattr(custom_ops, "default_registry", lambda: registry)
     flex_flash_attn_func.known_calls.forget()
     return ffa, simulator
 

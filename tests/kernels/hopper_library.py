@@ -13,8 +13,8 @@ import torch
 from ffa_simulator import CpuRuntime
 
 from magi_attention.kernels.dropout import Dropout, DropoutMask
-from magi_attention.kernels.ffa import backward as ffa_bwd
-from magi_attention.kernels.ffa import forward as ffa_fwd
+from magi_attention.kernels.ffa import backward as ffa_backward
+from magi_attention.kernels.ffa import forward as ffa_forward
 from magi_attention.kernels.ffa.backend import FfaBackend
 from magi_attention.kernels.ffa.plans import Kept, KeptOrder
 from magi_attention.native.ffa import FfaLibrary
@@ -73,7 +73,7 @@ class HopperOnCpu:
     def __init__(self, library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
         self._library, self._runtime = library, _Runtime()
         self.backend = FfaBackend(_Library(library), self._runtime)
-        for module in (ffa_fwd, ffa_bwd):
+        for module in (ffa_forward, ffa_backward):
             monkeypatch.setattr(module, "_empty_like", _memory)
         monkeypatch.setattr(Kept, "_new_order", _new_order)
 

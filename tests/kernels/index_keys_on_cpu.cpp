@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The backward of index attention that keeps keys for the CPU, see hopper_on_cpu/README.md: its
+// The key-stationary backward of index attention for the CPU, see hopper_on_cpu/README.md: its
 // entry points with all launches.
 #define MAGI_INDEX_VARIANTS_ON_CPU                                                \
   MAGI_INDEX_VARIANT(index_bwd_keys, bf16, 128, magi_ffa_index_bwd_keys_bf16_128) \

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// How a backward is cut into work tiles and what its workspace holds (bwd/workspace.h), compiled
-// for the CPU.
+// How a backward is divided into work tiles and what its workspace holds (bwd/workspace.h),
+// compiled for the CPU.
 #include <cstdint>
 
 #include "ffa/sm90/bwd/workspace.h"
@@ -16,23 +16,23 @@ void write(const magi_ffa_bwd_params& a, int sms, int64_t* found) {
 }
 }  // namespace
 
-// Ranks in work at the start of a call in deterministic order, on so many multiprocessors.
+// Tiles in work at the start of a call in deterministic order, on so many multiprocessors.
 extern "C" int tiles_at_once(const magi_ffa_bwd_params* a, int num_ctas, int work_tiles) {
   return magi::bwd_tiles_at_once(*a, num_ctas, work_tiles);
 }
 
-// Whether a call with steps of 80 may split tiles as it says.
+// Whether a call with m-blocks of 80 may split tiles as it says.
 extern "C" int may_split(const magi_ffa_bwd_params* a, int sms) {
   using Wide = magi::BwdConfig<int, 128, 128, false, true, magi::kBlockM80>;
   return magi::bwd_is_split_run(*a) && magi::bwd_has_deterministic_split<Wide>(*a, sms);
 }
 
-extern "C" int may_write_sole(const magi_ffa_bwd_params* a) {
+extern "C" int can_store_direct(const magi_ffa_bwd_params* a) {
   return magi::bwd_can_store_direct(*a);
 }
 
-// On `sms` multiprocessors: parts of the query heads of a kv head, kv heads of a l2_group, tables
-// of turns; bytes of the workspace and of an order.
+// On `sms` multiprocessors: parts of the query heads of a kv head, kv heads of an L2 group,
+// tables of semaphore targets; bytes of the workspace and of an order.
 extern "C" void layout_of(const magi_ffa_bwd_params* a, int sms, int64_t* found) {
   const int dim = a->head_dim > a->head_dim_v ? a->head_dim : a->head_dim_v;
   if (dim <= 64)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The deterministic order of ``csrc/ffa/sm90/bwd/schedule/semaphore_targets.cuh`` and ``bwd/schedule/simulate.cuh``
-once more, in plain Python, and an adversary.
+"""The semaphore order of ``csrc/ffa/sm90/bwd/schedule/semaphore_targets.cuh`` and ``bwd/schedule/simulate.cuh`` once
+more, in plain Python, and an adversary.
 
-Times, flags and deterministic order follow the kernels line by line; the adversary then runs the CTAs in the worst
-order that it can think of. What it shows is that the rules leave nobody waiting for ever; that the CUDA code keeps to
-the times, flags and traverses is for ``test_semaphores_on_cpu.py``, to the deterministic order for the tests on a GPU.
+Times, flags and semaphore targets follow the kernels line by line. The adversary then runs the CTAs in the worst order
+that it can think of, and shows that the rules leave no CTA waiting for ever. ``test_semaphores_on_cpu.py`` shows that
+the CUDA code keeps to the times, flags and traversals; the tests on a GPU show that it keeps to the semaphore order.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from magi_attention.native.tile_plan import TilePlan, transposed
 
 TICKS = 32  # of expected time: one block
 END_HALVES = 5  # of a step, what it takes to begin and end a work tile
-BLOCKS_APART = 3  # that work tiles begin apart, which all traverse one way
+BLOCKS_APART = 3  # that work tiles begin apart, where all descend
 MOST_KEPT = 64 << 20  # bytes of Q, dO and dq, of which L2 keeps most
 OF_DIM = {  # by head dim
     64: {"few_if_kept": 4, "most_apart": 2, "late_halves": 5},
@@ -37,23 +37,23 @@ OF_DIM = {  # by head dim
 
 
 @dataclass(frozen=True)
-class Layer:
+class Segment:
     first: int  # block
     end: int
     is_band: bool
 
 
 @dataclass(frozen=True)
-class Unit:
-    rank: int
+class WorkTile:
+    order_idx: int
     head: int  # kv head and part of its query heads
     steps: tuple[tuple[int, int], ...]  # (query head of the part, block)
-    turns: tuple[int, ...]
+    targets: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """``ctas`` SMs; ``kinds`` work tiles of each tile in a L2 group, of ``heads`` query heads each.
+    """``ctas`` SMs; ``kinds`` work tiles of each tile in an L2 group, of ``heads`` query heads each.
 
     There are so many ``l2_groups``, the last of ``last_kinds``.
     """
@@ -65,24 +65,24 @@ class Schedule:
     l2_groups: int = 1
     last_kinds: int = 0
     few_heads: int = 4
-    few_if_kept: int = 1  # the same however few ranks are in work, if L2 keeps what is traversed
+    few_if_kept: int = 1  # the same however few tiles are in work, if L2 keeps what is traversed
     most_apart: int = 1  # heads of work tiles that begin some blocks apart then
-    traversed: float = 0.0  # bytes of Q, dO and dq, of those that L2 keeps
+    traversed: float = 0.0  # bytes of Q, dO and dq, as a share of those that L2 keeps
     late_halves: int = 3  # of a step, by which a work tile of the first is expected behind the one before
-    has_later_turns: bool = True  # L2 groups behind the first have their own
-    split: tuple[int, int, int] = (0, 0, 1)  # ranks from the first to before the second are so many parts by heads
+    has_later_targets: bool = True  # L2 groups behind the first have targets of their own
+    split: tuple[int, int, int] = (0, 0, 1)  # order indices from the first to before the second: so many parts by heads
 
     @property
     def wave(self) -> int:
-        """How many ranks are in work at the start."""
-        left, ranks = self.ctas, 0
-        while left >= (work_tiles := self.kinds * self.parts_of(ranks)):
-            left, ranks = left - work_tiles, ranks + 1
-        return max(1, ranks)
+        """How many tiles are in work at the start."""
+        left, order_indices = self.ctas, 0
+        while left >= (work_tiles := self.kinds * self.parts_of(order_indices)):
+            left, order_indices = left - work_tiles, order_indices + 1
+        return max(1, order_indices)
 
-    def parts_of(self, rank: int) -> int:
+    def parts_of(self, order_idx: int) -> int:
         begin, end, parts = self.split
-        return parts if begin <= rank < end else 1
+        return parts if begin <= order_idx < end else 1
 
     @property
     def is_one_way(self) -> bool:
@@ -97,11 +97,11 @@ class Schedule:
 def schedule_of(
     tokens: int, heads_kv: int, group: int, dim: int, ctas: int = 132, may_be_twice: bool = True
 ) -> Schedule:
-    """A call with as many queries as keys, ``group`` query heads to a kv head: ``bwd_heads_per_section`` in
-    deterministic order, and what depends on the head dim."""
+    """A call with as many queries as keys, ``group`` query heads to a kv head: ``bwd_heads_per_l2_group`` in
+    deterministic mode, and what depends on the head dim."""
     tiles, passes = -(-tokens // TILE), 2 if dim == 256 else 1
-    fragments = [n for n in range(1, group + 1) if group % n == 0]
-    parts = next((n for n in fragments if tiles * heads_kv * passes * n >= fewest_whole(ctas)), group)
+    divisors = [n for n in range(1, group + 1) if group % n == 0]
+    parts = next((n for n in divisors if tiles * heads_kv * passes * n >= fewest_whole(ctas)), group)
     heads = group // parts
     shape = WorkTileShape(heads_kv, group, ctas, ctas)
     if may_be_twice:
@@ -114,110 +114,114 @@ def schedule_of(
     return Schedule(ctas, kinds, heads, l2_groups=l2_groups, last_kinds=last, traversed=traversed, **OF_DIM[dim])
 
 
-def layers_by_rank(slices: np.ndarray, total_q: int, total_k: int, tile: int, block: int) -> list[list[Layer]]:
-    """For each tile of keys, in the order in which tiles are taken up."""
+def segments_by_order(slices: np.ndarray, total_q: int, total_k: int, tile: int, block: int) -> list[list[Segment]]:
+    """For each tile of keys, in the order of the plan."""
     plan = TilePlan.build(transposed(slices, total_q, total_k), total_k, total_q, tile, 2)
     found = []
     for number in plan.order:
         begin, count = plan.tiles[number][2:4]
-        layers = []
+        segments = []
         for record in plan.records[begin : begin + count]:
             lo, hi, full_lo, full_hi = record[8:12]
-            layers.append(Layer(record[0] // block, -(-record[1] // block), bool(full_lo > lo and full_hi < hi)))
-        found.append(layers)
+            segments.append(Segment(record[0] // block, -(-record[1] // block), bool(full_lo > lo and full_hi < hi)))
+        found.append(segments)
     return found
 
 
-def is_banded(tiles: list[list[Layer]]) -> bool:
-    return sum(1 if layer.is_band else -1 for layers in tiles for layer in layers) > 0
+def is_banded(tiles: list[list[Segment]]) -> bool:
+    return sum(1 if segment.is_band else -1 for segments in tiles for segment in segments) > 0
 
 
-def mode_of(tiles: list[list[Layer]], schedule: Schedule) -> tuple[bool, str]:
-    """(all heads of a layer one after the other, "timed", "waves" or "ranks")."""
+def mode_of(tiles: list[list[Segment]], schedule: Schedule) -> tuple[bool, str]:
+    """((all heads of a segment one after the other, "timed", "waves" or "tiles"))."""
     by_head = schedule.heads > 1 and is_banded(tiles) and schedule.split[2] == 1
-    pairs = [(a, b) for layers in tiles for i, a in enumerate(layers) for b in layers[:i]]
-    if any(len(layers) > 8 for layers in tiles) or any(a.first < b.end and b.first < a.end for a, b in pairs):
-        return by_head, "ranks"
+    pairs = [(a, b) for segments in tiles for i, a in enumerate(segments) for b in segments[:i]]
+    if any(len(segments) > 8 for segments in tiles) or any(a.first < b.end and b.first < a.end for a, b in pairs):
+        return by_head, "tiles"
     return by_head, "timed" if not by_head and len(tiles) <= schedule.most_timed else "waves"
 
 
-def descending(layer: Layer, backwards: int, shift: int = 0) -> list[int]:
+def descending(segment: Segment, backwards: int, shift: int = 0) -> list[int]:
     """``shift``: from so many blocks before the end on, and round, where all is taken descending."""
-    blocks = [*range(layer.end - 1, layer.end - 1 - backwards, -1), *range(layer.first, layer.end - backwards)]
+    blocks = [*range(segment.end - 1, segment.end - 1 - backwards, -1), *range(segment.first, segment.end - backwards)]
     at = shift % max(len(blocks), 1)
     return blocks[at:] + blocks[:at]
 
 
-def begins_apart(tiles: list[list[Layer]], mode: str, schedule: Schedule) -> bool:
+def begins_apart(tiles: list[list[Segment]], mode: str, schedule: Schedule) -> bool:
     is_short = schedule.heads <= schedule.most_apart and schedule.heads * schedule.traversed <= 1
     may_be = is_short and schedule.l2_groups == 1 and schedule.split[2] == 1
-    has_bands = any(layer.is_band for layers in tiles for layer in layers)
+    has_bands = any(segment.is_band for segments in tiles for segment in segments)
     return may_be and schedule.is_one_way and mode == "timed" and not has_bands
 
 
-def shift_of(rank: int, tiles: list[list[Layer]], mode: str, schedule: Schedule) -> int:
+def shift_of(order_idx: int, tiles: list[list[Segment]], mode: str, schedule: Schedule) -> int:
     if not begins_apart(tiles, mode, schedule):
         return 0
-    follows = rank < schedule.wave or cost_of(tiles[rank]) == cost_of(tiles[rank - schedule.wave])
-    return BLOCKS_APART * (rank % schedule.wave) if follows else 0
+    follows = order_idx < schedule.wave or cost_of(tiles[order_idx]) == cost_of(tiles[order_idx - schedule.wave])
+    return BLOCKS_APART * (order_idx % schedule.wave) if follows else 0
 
 
-def cost_of(layers: list[Layer]) -> int:
-    return sum(x.end - x.first for x in layers)
+def cost_of(segments: list[Segment]) -> int:
+    return sum(x.end - x.first for x in segments)
 
 
-def backwards_of(layer: Layer, mode: str, by_head: bool, rank: int, schedule: Schedule) -> int:
-    if mode == "ranks" or (schedule.is_one_way and not by_head):
-        return layer.end - layer.first
-    return 0 if rank >= schedule.wave or by_head else min(layer.first, layer.end - layer.first)
+def backwards_of(segment: Segment, mode: str, by_head: bool, order_idx: int, schedule: Schedule) -> int:
+    if mode == "tiles" or (schedule.is_one_way and not by_head):
+        return segment.end - segment.first
+    return 0 if order_idx >= schedule.wave or by_head else min(segment.first, segment.end - segment.first)
 
 
-def units_of(tiles: list[list[Layer]], schedule: Schedule) -> list[Unit]:
-    """All work tiles with their deterministic order, in the order in which they are taken up."""
+def work_tiles_of(tiles: list[list[Segment]], schedule: Schedule) -> list[WorkTile]:
+    """All work tiles with their semaphore targets, in the order in which they are taken up."""
     by_head, mode = mode_of(tiles, schedule)
-    walks = [
+    traversals = [
         [
-            descending(x, backwards_of(x, mode, by_head, rank, schedule), shift_of(rank, tiles, mode, schedule))
-            for x in layers
+            descending(
+                x, backwards_of(x, mode, by_head, order_idx, schedule), shift_of(order_idx, tiles, mode, schedule)
+            )
+            for x in segments
         ]
-        for rank, layers in enumerate(tiles)
+        for order_idx, segments in enumerate(tiles)
     ]
-    fragments = schedule.split[2]  # of a kind: those of a split work tile may begin at different times
+    parts_of_kind = schedule.split[2]  # those of a split tile may begin at different times
     tables = [
-        [_turns(walks, list(starts), mode, by_head, schedule) for starts in zip(*by_rank)]
+        [_semaphore_targets(traversals, list(starts), mode, by_head, schedule) for starts in zip(*by_rank)]
         for by_rank in expected_starts(tiles, mode, by_head, schedule)
     ]
     work_tiles = []
     for l2_group in range(schedule.l2_groups):
         table = tables[min(l2_group, len(tables) - 1)]
-        for rank, blocks_of in enumerate(walks):
-            parts = schedule.parts_of(rank)
+        for order_idx, blocks_of in enumerate(traversals):
+            parts = schedule.parts_of(order_idx)
             for kind, part in product(range(schedule.kinds_of(l2_group)), range(parts)):
                 count = schedule.heads // parts
                 steps = tuple(_steps(blocks_of, range(part * count, (part + 1) * count), by_head))
-                fragment = schedule.heads // fragments
-                turns = tuple(table[kind * fragments + head // fragment][rank, block] for head, block in steps)
-                work_tiles.append(Unit(rank, l2_group * schedule.kinds + kind, steps, turns))
+                heads_of_part = schedule.heads // parts_of_kind
+                targets = tuple(
+                    table[kind * parts_of_kind + head // heads_of_part][order_idx, block] for head, block in steps
+                )
+                work_tiles.append(WorkTile(order_idx, l2_group * schedule.kinds + kind, steps, targets))
     return work_tiles
 
 
-def expected_starts(tiles: list[list[Layer]], mode: str, by_head: bool, schedule: Schedule) -> list[list[list[int]]]:
-    """By rank and kind, or part of it where some tiles are split, in ticks: of the first L2 group; and of the others,
-    if they have deterministic order of their own."""
+def expected_starts(tiles: list[list[Segment]], mode: str, by_head: bool, schedule: Schedule) -> list[list[list[int]]]:
+    """By order index and kind, or part of it where some tiles are split, in ticks: of the first L2 group; and of the
+    others, if they have semaphore targets of their own."""
     is_one_way = by_head or schedule.is_one_way
     has_end = not is_one_way or begins_apart(tiles, mode, schedule)
     halves = 0 if is_one_way else schedule.late_halves, END_HALVES if has_end else 0
     late, ends_after = (TICKS * n // (2 * schedule.heads) for n in halves)
     is_compared = len(tiles) <= schedule.most_timed and len(tiles) * schedule.kinds >= schedule.ctas
-    is_later = schedule.has_later_turns and schedule.l2_groups > 1
+    is_later = schedule.has_later_targets and schedule.l2_groups > 1
     has_two = is_later and is_compared and not is_one_way and mode == "timed"
     scale, l2_groups = schedule.heads if by_head else 1, 2 if has_two else 1
-    costs = [cost_of(layers) for layers in tiles]
-    starts = handed_out(costs, schedule.kinds, schedule.ctas, late, ends_after, scale, l2_groups, schedule.split)
+    costs = [cost_of(segments) for segments in tiles]
+    starts = simulated_starts(costs, schedule.kinds, schedule.ctas, late, ends_after, scale, l2_groups, schedule.split)
     return np.array(starts).reshape(l2_groups, len(tiles), schedule.kinds * schedule.split[2]).tolist()
 
 
-def handed_out(
+def simulated_starts(
     costs: Sequence[int], kinds: int, ctas: int, late: int, ends_after: int, scale: int = 1, l2_groups: int = 1,
     split: tuple[int, int, int] = (0, 0, 1),
 ) -> list[int]:  # fmt: skip
@@ -228,40 +232,42 @@ def handed_out(
     """
     ends: list[int] = []
     starts = []
-    for _, rank, _ in product(range(l2_groups), range(len(costs)), range(kinds)):
-        parts = split[2] if split[0] <= rank < split[1] else 1
+    for _, order_idx, _ in product(range(l2_groups), range(len(costs)), range(kinds)):
+        parts = split[2] if split[0] <= order_idx < split[1] else 1
         for _ in range(parts):
-            start = heapq.heappop(ends) if len(ends) == ctas else rank * late
-            heapq.heappush(ends, start + TICKS * int(costs[rank]) // parts + ends_after)
+            start = heapq.heappop(ends) if len(ends) == ctas else order_idx * late
+            heapq.heappush(ends, start + TICKS * int(costs[order_idx]) // parts + ends_after)
             starts += [start * scale] * (split[2] // parts)
     return starts
 
 
-def _turns(walks, starts: list[int], mode: str, by_head: bool, schedule: Schedule) -> dict[tuple[int, int], int]:
-    """By rank and block; of the first visit, where there are several."""
+def _semaphore_targets(
+    traversals, starts: list[int], mode: str, by_head: bool, schedule: Schedule
+) -> dict[tuple[int, int], int]:
+    """By order index and block; of the first contribution, where there are several."""
     contributions: dict[int, list[tuple]] = {}
-    for rank, blocks_of in enumerate(walks):
-        for key, block in _expected(blocks_of, starts[rank], rank, mode, by_head, schedule):
-            contributions.setdefault(block, []).append((*key, rank))
-    turns: dict[tuple[int, int], int] = {}
+    for order_idx, blocks_of in enumerate(traversals):
+        for key, block in _expected(blocks_of, starts[order_idx], order_idx, mode, by_head, schedule):
+            contributions.setdefault(block, []).append((*key, order_idx))
+    targets: dict[tuple[int, int], int] = {}
     for block, keys in contributions.items():
         keys.sort()
-        for turn, key in enumerate(keys):
-            turns.setdefault((key[-1], block), turn)
-    return turns
+        for target, key in enumerate(keys):
+            targets.setdefault((key[-1], block), target)
+    return targets
 
 
-def _expected(blocks_of, start, rank, mode, by_head, schedule):
-    time, ticks = start, TICKS // schedule.parts_of(rank)
+def _expected(blocks_of, start, order_idx, mode, by_head, schedule):
+    time, ticks = start, TICKS // schedule.parts_of(order_idx)
     for number, blocks in enumerate(blocks_of):
         for at, block in enumerate(blocks):
-            if mode == "ranks":
-                yield (rank,), block
+            if mode == "tiles":
+                yield (order_idx,), block
             elif mode == "timed":
                 yield (time + ticks * at,), block
             else:
                 time_of_head = (start if by_head else time) + ticks * at
-                yield (rank // schedule.wave, number if by_head else 0, time_of_head), block
+                yield (order_idx // schedule.wave, number if by_head else 0, time_of_head), block
         time += ticks * len(blocks)
 
 
@@ -275,18 +281,18 @@ def _steps(blocks_of, heads: range, by_head: bool) -> list[tuple[int, int]]:
     return steps
 
 
-def run(work_tiles: list[Unit], ctas: int, rng: np.random.Generator, early: int = 0) -> dict[tuple, list[int]]:
-    """Ranks in the order in which they added to each (kind, head, block).
+def run(work_tiles: list[WorkTile], ctas: int, rng: np.random.Generator, early: int = 0) -> dict[tuple, list[int]]:
+    """Order indices, in the order in which their work tiles added to each (kind, head, block).
 
-    Work tiles are taken up in order by whichever CTA is free; who goes on next is up to ``rng``. With ``early``, which
-    the kernel does not do, a CTA takes its next work tile when so many additions of the last one are still to come.
+    Work tiles are taken up in order by whichever CTA is free; which CTA goes on next is up to ``rng``. With ``early``,
+    which the kernel does not do, a CTA takes its next work tile when so many additions of the last one are to come.
 
     Raises:
-        AssertionError: everybody waits.
+        AssertionError: every CTA waits.
     """
     added: dict[tuple, list[int]] = {}
-    work: list[tuple[Unit, int] | None] = [None] * ctas
-    held: list[Unit | None] = [None] * ctas
+    work: list[tuple[WorkTile, int] | None] = [None] * ctas
+    held: list[WorkTile | None] = [None] * ctas
     left = list(reversed(work_tiles))
     favourites = rng.random(ctas) ** 4 + 1e-3  # some CTAs are much slower than others
     while left or any(work):
@@ -298,7 +304,7 @@ def run(work_tiles: list[Unit], ctas: int, rng: np.random.Generator, early: int 
             else:
                 work_tile, step = job
                 head, block = work_tile.steps[step]
-                if len(added.get((work_tile.head, head, block), ())) >= work_tile.turns[step]:
+                if len(added.get((work_tile.head, head, block), ())) >= work_tile.targets[step]:
                     able.append(cta)
         assert able, "every CTA waits for another"
         weights = favourites[able]
@@ -306,7 +312,7 @@ def run(work_tiles: list[Unit], ctas: int, rng: np.random.Generator, early: int 
         work_tile, step = work[cta] or (left.pop(), -1)
         if step >= 0:
             head, block = work_tile.steps[step]
-            added.setdefault((work_tile.head, head, block), []).append(work_tile.rank)
+            added.setdefault((work_tile.head, head, block), []).append(work_tile.order_idx)
         if step + 1 < len(work_tile.steps):
             work[cta] = (work_tile, step + 1)
             if left and held[cta] is None and len(work_tile.steps) - (step + 1) <= early:

@@ -40,14 +40,14 @@ thread_local struct {
   int x;
 } threadIdx;
 pthread_barrier_t meeting;
-unsigned dq_queue[32];
+unsigned votes[32];
 
-// What all lanes tell, seen by all.
+// What all lanes vote, seen by all.
 template <typename Fold>
 unsigned fold(unsigned mine, unsigned start, Fold with) {
-  dq_queue[threadIdx.x] = mine;
+  votes[threadIdx.x] = mine;
   pthread_barrier_wait(&meeting);
-  const unsigned all = std::accumulate(dq_queue, dq_queue + 32, start, with);
+  const unsigned all = std::accumulate(votes, votes + 32, start, with);
   pthread_barrier_wait(&meeting);
   return all;
 }
@@ -80,8 +80,8 @@ extern "C" void starts_of(const int32_t* sizes, const int32_t* costs, int32_t* s
 
 // Blocks `first` to `end` in the order of the traversal, and the place that each is said to have in
 // it.
-extern "C" int walk_of(int first, int end, int traversal, int shift, int32_t* blocks,
-                       int32_t* num_ctas) {
+extern "C" int traverse(int first, int end, int traversal, int shift, int32_t* blocks,
+                        int32_t* places) {
   const int2 range{first, end};
   const auto how = static_cast<magi::Traversal>(traversal);
   const auto again = [&] { return range; };
@@ -90,7 +90,7 @@ extern "C" int walk_of(int first, int end, int traversal, int shift, int32_t* bl
        order.step(again, [&] { return how == magi::Traversal::kDescending; })) {
     if (count == end - first) return -1;
     blocks[count] = order.block;
-    num_ctas[count++] = magi::place_in_traversal(range, how, shift, order.block);
+    places[count++] = magi::place_in_traversal(range, how, shift, order.block);
   }
   return count;
 }
@@ -98,7 +98,7 @@ extern "C" int walk_of(int first, int end, int traversal, int shift, int32_t* bl
 extern "C" int shift_of(const int32_t* order, int order_idx, int wave) {
   return magi::ordered_shift(order, order_idx, wave);
 }
-extern "C" int way_of(int flags, int late) {
+extern "C" int traversal_of(int flags, int late) {
   return static_cast<int>(magi::ordered_traversal(flags, late != 0));
 }
 
@@ -113,7 +113,7 @@ struct Sizes {
 // The flags of a plan, and what its schedule is simulated by: late, ends_after, scale and
 // has_second.
 extern "C" int flags_of(const int32_t* sizes, int bands, int others, int contributes_twice,
-                        int32_t* hand_out) {
+                        int32_t* model) {
   const magi_tile_plan_header plan{};
   const Sizes p{sizes[0],
                 sizes[1],
@@ -135,7 +135,7 @@ extern "C" int flags_of(const int32_t* sizes, int bands, int others, int contrib
   const int flags = magi::flags_of(p, bands, others, contributes_twice != 0);
   const magi::ScheduleModel found = magi::schedule_model_of(p, flags);
   const int words[] = {found.late, found.ends_after, found.scale, found.has_second};
-  std::copy(words, words + 4, hand_out);
+  std::copy(words, words + 4, model);
   return flags;
 }
 
@@ -144,7 +144,7 @@ struct ItemSizes {
   int32_t heads_q, heads_kv, heads_per_l2_group, dim_blocks;
 };
 
-// Rank, head and 64 columns of each of so many items.
+// Block, head and 64 columns of each of so many items.
 extern "C" void items_of(const int32_t* sizes, int count, int32_t* items) {
   const ItemSizes p{sizes[1], sizes[2], sizes[3], sizes[4]};
   for (int number = 0; number < count; ++number) {

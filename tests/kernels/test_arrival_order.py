@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""In which order tiles are taken while rows arrive, against a walk of every tile block by block."""
+"""In which order tiles are taken while rows arrive, against a walk through every tile, block by block."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Work tiles one document after the other: all of them, traversed in step by a model of the cache, and only where it
-gains."""
+"""Work tiles one document after the other: all of them, in step by a model of the cache, and only where it gains."""
 
 from __future__ import annotations
 
@@ -10,14 +9,14 @@ from ffa_simulator import backend, plan_at
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_kernel_ffa_backward import Case
-from test_work_tiles import in_plan_order, is_complete, misses, plan_of, units_of
+from test_work_tiles import in_plan_order, is_complete, misses, plan_of, work_tiles_of
 
 from magi_attention.common.mask import Mask
 from magi_attention.common.slices import SliceTable
 from magi_attention.kernels import AttnOptions
-from magi_attention.kernels.ffa import backward as ffa_bwd
-from magi_attention.kernels.ffa.schedule import by_document as unit_documents
-from magi_attention.kernels.ffa.schedule import work_tiles as unit_walks
+from magi_attention.kernels.ffa import backward as ffa_backward
+from magi_attention.kernels.ffa.schedule import by_document as by_document_module
+from magi_attention.kernels.ffa.schedule import work_tiles as work_tiles_module
 from magi_attention.kernels.ffa.schedule.select_schedule import BwdSchedule
 from magi_attention.kernels.ffa.schedule.simulate import blocks_of_tiles, starts_of
 from magi_attention.kernels.ffa.schedule.work_tiles import WorkTileShape, gain_by_document, with_work_tiles
@@ -43,17 +42,17 @@ def documents(lengths, causal: bool = True) -> TilePlan:
     return plan_for(Mask.varlen(np.cumsum([0, *lengths]).tolist(), causal=causal))
 
 
-def backwards(plan: TilePlan, work_tiles: np.ndarray) -> np.ndarray:
-    """Work tiles with the number of blocks in place of what stands for it."""
+def with_descending(plan: TilePlan, work_tiles: np.ndarray) -> np.ndarray:
+    """Work tiles with the number of descending blocks in place of ``TRAVERSAL_WRAP``."""
     first = blocks_of_tiles(plan).first[work_tiles[:, 0]]
-    is_wrap = work_tiles[:, 2] == unit_walks.abi.TRAVERSAL_WRAP
+    is_wrap = work_tiles[:, 2] == work_tiles_module.abi.TRAVERSAL_WRAP
     return np.column_stack([work_tiles[:, :2], np.where(is_wrap, first, work_tiles[:, 2])])
 
 
 def estimate(plan: TilePlan, work_tiles: np.ndarray) -> float:
     """The share of what is missed."""
-    tiles, work_tiles = blocks_of_tiles(plan), backwards(plan, work_tiles)
-    return unit_documents.missed(tiles, work_tiles, starts_of(tiles.count[work_tiles[:, 0]] + 0.1, 132), 132, KEPT)
+    tiles, work_tiles = blocks_of_tiles(plan), with_descending(plan, work_tiles)
+    return by_document_module.missed(tiles, work_tiles, starts_of(tiles.count[work_tiles[:, 0]] + 0.1, 132), 132, KEPT)
 
 
 MANY = {
@@ -65,7 +64,7 @@ MANY = {
 @pytest.mark.parametrize("name", MANY)
 def test_many_causal_documents_follow_one_another(name):
     plan = documents(MANY[name])
-    before, listed = in_plan_order(plan.words, H100), units_of(with_work_tiles(plan.words, BY_DOCUMENT), 8)
+    before, listed = in_plan_order(plan.words, H100), work_tiles_of(with_work_tiles(plan.words, BY_DOCUMENT), 8)
     assert gain_by_document(plan, H100) > 0.1 and is_complete(listed, len(plan.tiles), 8)
     was, now = (misses(plan, work_tiles, 132, KEPT) for work_tiles in (before, listed))
     assert now < (0.9 if name == "mixed" else 0.7) * was, (was, now)
@@ -92,7 +91,7 @@ def test_nothing_is_gained(name):
 
 def test_what_ends_later_is_not_taken_though_less_is_missed():
     plan = documents(4 * [4096])
-    before, after = in_plan_order(plan.words, H100), unit_documents.by_document(blocks_of_tiles(plan), 8)
+    before, after = in_plan_order(plan.words, H100), by_document_module.by_document(blocks_of_tiles(plan), 8)
     assert estimate(plan, after) < estimate(plan, before)
     assert gain_by_document(plan, H100) < 0
 
@@ -100,13 +99,14 @@ def test_what_ends_later_is_not_taken_though_less_is_missed():
 @pytest.mark.parametrize("lengths", (8 * [4096], 16 * [4096], 32 * [4096], 32 * [2000], 64 * [1024]), ids=str)
 def test_the_estimate_is_near_the_model(lengths):
     plan = documents(lengths)
-    before, after = in_plan_order(plan.words, H100), unit_documents.by_document(blocks_of_tiles(plan), 8)
+    before, after = in_plan_order(plan.words, H100), by_document_module.by_document(blocks_of_tiles(plan), 8)
     for work_tiles in (before, after):
         assert abs(estimate(plan, work_tiles) - misses(plan, work_tiles, 132, KEPT)) < 0.25
 
 
 def test_the_order_of_the_plan_is_that_of_the_documents():
-    """Kernels in order follow it, and see by the work tiles that it is another one. The plan itself stays as it was."""
+    """Kernels that sum dq in order follow it, and see by the work tiles that it is another one. The plan
+    itself stays as it was."""
     plan = documents([300, 2000, 129, 700])
     before = plan.words.copy()
     made, tiles = TilePlan(with_work_tiles(plan.words, BY_DOCUMENT)), blocks_of_tiles(plan)
@@ -119,36 +119,36 @@ def test_the_order_of_the_plan_is_that_of_the_documents():
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**31), st.integers(1, 5), st.integers(1, 12))
-def test_every_unit_once(seed, heads, num_ctas):
+def test_every_work_tile_once(seed, heads, num_ctas):
     rng = np.random.default_rng(seed)
     total_q, total_k = (int(n) for n in rng.integers(1, 3000, 2))
     plan = plan_of(random_slices(rng, total_q, total_k, max_slices=8), total_q, total_k)
     tiles = blocks_of_tiles(plan)
-    work_tiles = unit_documents.by_document(tiles, heads)
+    work_tiles = by_document_module.by_document(tiles, heads)
     assert is_complete(work_tiles, len(plan.tiles), heads), (seed, heads)
     assert np.array_equal(work_tiles[:, 2], tiles.count[work_tiles[:, 0]])
-    assert sorted(unit_documents.document_order(tiles).tolist()) == list(range(len(plan.tiles)))
+    assert sorted(by_document_module.document_order(tiles).tolist()) == list(range(len(plan.tiles)))
     shape = WorkTileShape(heads, 4, num_ctas, num_ctas)
     assert np.isfinite(gain_by_document(plan, shape)), (seed, heads, num_ctas)
 
 
 @pytest.mark.parametrize("takes_list", (False, True))
-@pytest.mark.parametrize("way", ("told", "stores", "turns", "narrow"))
-def test_the_kernel_gets_the_order(way, takes_list, monkeypatch):
-    """Where work tiles are told and there is no work list; and with an order of dq in steps of any size."""
-    steps = BwdSchedule(64 if way == "narrow" else 80, 0, way == "stores", by_document=True)
-    monkeypatch.setattr(ffa_bwd, "select_schedule", lambda *_: steps)
+@pytest.mark.parametrize("mode", ("atomic", "first writer", "deterministic", "m-blocks of 64"))
+def test_the_kernel_gets_the_order(mode, takes_list, monkeypatch):
+    """Where the plan lists work tiles and there is no work list; and with an order of dq in m-blocks of any size."""
+    schedule = BwdSchedule(64 if mode == "m-blocks of 64" else 80, 0, mode == "first writer", by_document=True)
+    monkeypatch.setattr(ffa_backward, "select_schedule", lambda *_: schedule)
     ffa, simulator = backend()
-    simulator.takes_list = takes_list and way == "told"
-    options = AttnOptions(0.3, deterministic=way in ("turns", "narrow"))
+    simulator.takes_list = takes_list and mode == "atomic"
+    options = AttnOptions(0.3, deterministic=mode in ("deterministic", "m-blocks of 64"))
     case = Case(Mask.varlen([0, 48, 128], causal=True).slices, 128, 128, options, heads=(8, 2), dims=(128, 128))
     ffa.backward(*case.tensors, case.slices, options)
     plan = plan_at(simulator.backward_calls[0].plan)
     by_cost = plan_of_call(case, plan).order.tolist()
-    if way == "told" and takes_list:
+    if mode == "atomic" and takes_list:
         assert plan.header.words_work_tiles == 0 and plan.order.tolist() == by_cost
         return
-    order = unit_documents.document_order(blocks_of_tiles(plan)).tolist()
+    order = by_document_module.document_order(blocks_of_tiles(plan)).tolist()
     assert plan.header.words_work_tiles and plan.order.tolist() == order != by_cost
 
 

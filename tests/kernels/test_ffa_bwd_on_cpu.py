@@ -14,7 +14,7 @@ from hopper_library import HopperOnCpu, hopper_library, hopper_on_cpu, random_dr
 
 from magi_attention.common.slices import to_dense
 from magi_attention.kernels import SdpaBackend
-from magi_attention.kernels.ffa import backward as ffa_bwd
+from magi_attention.kernels.ffa import backward as ffa_backward
 from magi_attention.kernels.ffa import plans as ffa_plans
 from magi_attention.kernels.ffa.schedule.head_splits import MANY_SEGMENTS, head_splits_in_no_order
 from magi_attention.kernels.ffa.schedule.select_schedule import BwdSchedule
@@ -144,7 +144,7 @@ def test_other_head_dims(hopper, dims, option, deterministic):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_many_segments(hopper, seed):
-    """Blocks of queries here and there, so that the tiles of the plan are walked once for each head."""
+    """Blocks of queries here and there, so that the tiles of the plan are traversed once for each head."""
     rng, size = np.random.default_rng(seed), 10
     seen = rng.random((50, 2)) < 0.5
     slices = [[i * size, (i + 1) * size, j * 120, (j + 1) * 120, 0] for i, j in np.argwhere(seen)]
@@ -162,7 +162,7 @@ def test_many_segments_of_listed_work_tiles(hopper, seed, monkeypatch):
     """Few work tiles, which the host lists."""
     lists, made = [], ffa_plans.work_list
     monkeypatch.setattr(ffa_plans, "work_list", lambda *a: lists.append(made(*a)) or lists[-1])
-    monkeypatch.setattr(ffa_bwd, "select_schedule", lambda *_: BwdSchedule(64, 0))
+    monkeypatch.setattr(ffa_backward, "select_schedule", lambda *_: BwdSchedule(64, 0))
     rng, size = np.random.default_rng(seed), 6
     seen = rng.random((45, 3)) < 0.5
     seen[:, 2] &= np.arange(45) < 12
@@ -197,7 +197,7 @@ def test_what_unseen_rows_hold_does_not_matter(hopper, seed):
 
 @pytest.mark.parametrize("seed", range(8))
 def test_deterministic(hopper, seed):
-    """CTAs wait for each other; whoever goes on when, the bits are the same."""
+    """CTAs wait for each other; whichever goes on when, the bits are the same."""
     x, found = random_inputs(seed, 300), []
     for order in (seed, 100 + seed):
         hopper.use((1, 2, 3, 4)[seed // 2], order)
@@ -214,11 +214,11 @@ def test_softcap_and_sinks(hopper, seed):
 
 
 @pytest.mark.parametrize("queries", (64, 80))
-@pytest.mark.parametrize("way", ("any order", "deterministic", "the first writer stores", "sole visits are written"))
-def test_other_ways(hopper, queries, way, monkeypatch):
-    deterministic, sole = way == "deterministic", way == "sole visits are written"
-    schedule = BwdSchedule(queries, 0, first_writer=sole or "first" in way, direct_dq_store=sole)
-    monkeypatch.setattr(ffa_bwd, "select_schedule", lambda *_: schedule)
+@pytest.mark.parametrize("dq_mode", ("atomic", "deterministic", "first writer", "direct store"))
+def test_dq_modes(hopper, queries, dq_mode, monkeypatch):
+    deterministic, direct = dq_mode == "deterministic", dq_mode == "direct store"
+    schedule = BwdSchedule(queries, 0, first_writer=direct or "first" in dq_mode, direct_dq_store=direct)
+    monkeypatch.setattr(ffa_backward, "select_schedule", lambda *_: schedule)
     seed = 1 if queries == 80 else 0  # head dim 128, which has blocks of 80, or 64
     x = random_inputs(seed, 300)
     hopper.use(2, queries)
@@ -226,9 +226,9 @@ def test_other_ways(hopper, queries, way, monkeypatch):
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_wide_steps_of_small_head_dims(hopper, seed, monkeypatch):
-    """m-blocks of 128 queries; keys that nobody sees and queries that see nothing hold NaN."""
-    monkeypatch.setattr(ffa_bwd, "select_schedule", lambda *_: BwdSchedule(128, 0))
+def test_m_blocks_of_128_of_small_head_dims(hopper, seed, monkeypatch):
+    """m-blocks of 128 queries; keys that no query sees and queries that see nothing hold NaN."""
+    monkeypatch.setattr(ffa_backward, "select_schedule", lambda *_: BwdSchedule(128, 0))
     x = random_inputs(4 * seed + (0, 2)[seed % 2], 400)
     assert max(x.q.shape[2], x.v.shape[2]) <= 64
     dout = make_dout(x, seed)

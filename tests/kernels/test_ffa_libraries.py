@@ -16,7 +16,7 @@ from magi_attention.common.mask import Mask
 from magi_attention.errors import BuildError, NoBackendError, UnsupportedError
 from magi_attention.functional.flex_flash_attn import flex_flash_attn_func
 from magi_attention.kernels import AttnOptions, Problem, Registry, SdpaBackend
-from magi_attention.kernels.ffa import custom_ops as torch_ops
+from magi_attention.kernels.ffa import custom_ops
 from magi_attention.kernels.ffa import libraries as ffa_libraries
 from magi_attention.kernels.ffa.backend import FfaBackend
 from magi_attention.kernels.ffa.libraries import FfaLibraries
@@ -99,8 +99,8 @@ def test_a_known_call_goes_to_the_compiled_kernel(host_libraries, compiled, monk
         out, _ = case.find()
         assert torch.equal(out, case.want[0])
     assert len(asked) == 1 and not first.calls and len(second.calls) == 4
-    ffa = torch_ops._kernels()
-    options = torch_ops.options_of(0.25, 0.0, "sh", False, 0, False)
+    ffa = custom_ops._kernels()
+    options = custom_ops.options_of(0.25, 0.0, "sh", False, 0, False)
     call = ffa.prepared(case.q, case.k, case.v, case.mask, options, None)
     assert call.launch_address == second.forward_address != first.forward_address
     KNOWN.forget()
@@ -111,7 +111,7 @@ def test_nothing_is_built_ahead(host_libraries, compiled, monkeypatch):
     ffa = Anywhere(runtime=CpuRuntime())
     with pytest.raises(UnsupportedError, match="Nothing is built ahead here"):
         _ = ffa.library
-    monkeypatch.setattr(torch_ops, "default_registry", lambda: Registry((ffa, SdpaBackend())))
+    monkeypatch.setattr(custom_ops, "default_registry", lambda: Registry((ffa, SdpaBackend())))
     KNOWN.forget()
     q, k, v = inputs(32, 32)
     ffa.runtime.has_caught_up = False  # so that the device plans the backward, too

@@ -52,15 +52,15 @@ def test_a_rank_that_reads_only_its_own() -> None:
 
 
 def test_documents_one_after_the_other() -> None:
-    """Beside remote keys, too, each tile and head once; tiles in the same order, for kernels that have no units."""
+    """Beside remote keys, too, each tile and head once; tiles in the same order, for kernels without work tiles."""
     planner_or_skip()
     rows, base, heads = 1024, 1280, 3
     ends = [(q, q + 256) for q in range(0, rows, 256)]
     of_others = [[a, b, base + a, base + b, 0] for a, b in ends]
     slices = SliceTable(np.array([[a, b, a, b, 1] for a, b in ends] + of_others))
     mask = RemoteMask(slices, rows, base, np.zeros(rows // TILE, dtype=np.int32), Pace(np.array([1e-3])), 8)
-    units = WorkTileShape(heads, 2, 132, 132, by_document=True)
-    shape = PlanShape(rows, mask.total_k, FfaTile(TILE, 2, 1), is_transposed=True, schedule=units)
+    schedule = WorkTileShape(heads, 2, 132, 132, by_document=True)
+    shape = PlanShape(rows, mask.total_k, FfaTile(TILE, 2, 1), is_transposed=True, schedule=schedule)
     words = mask.plan(shape, torch.device("cpu")).plan.numpy().copy()
     plan = TilePlan(words)
     at = abi.TilePlanHeader.from_buffer(words).words_work_tiles
@@ -115,7 +115,7 @@ def test_a_put_of_its_own_comes_right_before_the_kernel(monkeypatch, determinist
 
 
 def test_semaphore_order_where_keys_arrive(monkeypatch) -> None:
-    """As elsewhere: this kernel, and with it the put, after the last one in turns."""
+    """As elsewhere: this kernel, and with it the put, after the last one in deterministic mode."""
     planner_or_skip()
     ffa, _ = backend()
     q, k, v = inputs(32, 32)

@@ -118,20 +118,20 @@ def test_compiles_as_one_graph(compiler):
 
 
 def test_custom_op_registration_is_sound():
-    from magi_attention.kernels.ffa import custom_ops as torch_ops
+    from magi_attention.kernels.ffa import custom_ops
 
     case = make_case(7, 12, 10, np.array([[0, 12, 0, 10, 0]]))
     q, k, v = leaves(case)
     mask = case.slices.tensors()
     for sink, top in ((None, False), (torch.randn(2, 4, dtype=torch.float64, requires_grad=True), True)):
         args = (q, k, v, *mask, sink, "sh", 0.3, 0.0, False, 0, top, "", True)
-        torch.library.opcheck(torch_ops.flex_fwd, args)
-        out, lse, _ = torch_ops.flex_fwd(*args)
+        torch.library.opcheck(custom_ops.flex_fwd, args)
+        out, lse, _ = custom_ops.flex_fwd(*args)
         back = [x.detach() for x in (case.dout, q, k, v, out, lse)]
         dlse = torch.randn_like(back[-1]) if top else None
         plain_sink = None if sink is None else sink.detach()
         torch.library.opcheck(
-            torch_ops.flex_bwd, (*back, *mask, plain_sink, "sh", 0.3, 0.0, False, 0, "", dlse),
+            custom_ops.flex_bwd, (*back, *mask, plain_sink, "sh", 0.3, 0.0, False, 0, "", dlse),
             test_utils=("test_schema", "test_faketensor"),
         )  # fmt: skip
 

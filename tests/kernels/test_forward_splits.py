@@ -21,7 +21,7 @@ def parts_of(blocks: np.ndarray, splits: ForwardSplits | None) -> list[int]:
 
 
 def last_end(work: list[int], head_units: int, sms: int) -> int:
-    """Whoever is free takes the next work tile; each is there once for each head unit."""
+    """The SM that is free first takes the next work tile; each is there once for each head unit."""
     free = [0] * sms
     for blocks in work:
         for _ in range(head_units):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the query heads of a tile are shared out because tiles are uneven and dq is summed in order."""
+"""Where the query heads of all tiles are split because tiles are uneven and dq is summed in order."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from test_kernel_ffa_backward import Case
 from magi_attention.common.mask import Mask
 from magi_attention.common.slices import SliceTable
 from magi_attention.kernels import AttnOptions
-from magi_attention.kernels.ffa.schedule import head_splits as head_parts
+from magi_attention.kernels.ffa.schedule import head_splits as head_splits_module
 from magi_attention.kernels.ffa.schedule.head_splits import head_splits
 from magi_attention.testing.libraries import planner_or_skip
 
@@ -52,13 +52,13 @@ def test_not_where_it_cannot_help():
     assert parts_of(mask, dims=(256, 256)) == 0
     assert parts_of(mask, heads=(128, 16)) == 0  # so many work tiles that the last ones are short
     assert parts_of(mask, num_sms=40) == 0  # the same
-    assert parts_of(mask, num_sms=140) == 0  # so few that heads are shared out anyway
+    assert parts_of(mask, num_sms=140) == 0  # so few that heads are split anyway
     assert parts_of(SliceTable([])) == 0
 
 
 def test_what_was_found_is_kept_with_the_mask(monkeypatch):
-    mask, made, make = Mask.varlen(UNEVEN).slices, [], head_parts._head_splits
-    monkeypatch.setattr(head_parts, "_head_splits", lambda *a: made.append(a[-1]) or make(*a))
+    mask, made, make = Mask.varlen(UNEVEN).slices, [], head_splits_module._head_splits
+    monkeypatch.setattr(head_splits_module, "_head_splits", lambda *a: made.append(a[-1]) or make(*a))
     for _ in range(3):
         # For each number of SMs, as machines may have GPUs of two kinds.
         assert [parts_of(mask), parts_of(mask, num_sms=40)] == [2, 0]
@@ -66,7 +66,7 @@ def test_what_was_found_is_kept_with_the_mask(monkeypatch):
 
 
 @pytest.mark.parametrize("is_deterministic", (False, True))
-def test_the_kernel_is_told(is_deterministic):
+def test_the_kernel_gets_it(is_deterministic):
     ffa, simulator = backend()
     ffa.runtime.num_sms = lambda index: 1
     documents = [0, 512, 576, 640, 704, 768]

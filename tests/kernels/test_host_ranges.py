@@ -121,7 +121,7 @@ def test_one_mask_has_one_place():
     assert isinstance(tensors(Mask.causal(4).slices), RangeTensors)
 
 
-def test_a_mask_that_the_host_does_not_know_takes_the_steps_of_the_last_one_of_its_shape():
+def test_a_mask_that_the_host_does_not_know_takes_the_schedule_of_the_last_one_of_its_shape():
     """Where each training step has a mask of its own, all layers may be launched before its ranges have arrived."""
     recent, options = RecentSchedules(), AttnOptions(0.3)
     shapes = (64, 8, 128), (64, 2, 128)
@@ -136,14 +136,14 @@ def test_a_mask_that_the_host_does_not_know_takes_the_steps_of_the_last_one_of_i
     assert recent.best(UNKNOWN, *shapes, options) == BwdSchedule(80, 0)
 
 
-def test_backwards_are_right_with_the_steps_of_another_mask(monkeypatch):
+def test_backwards_are_right_with_the_schedule_of_another_mask(monkeypatch):
     """The ranges of every other mask are late."""
-    monkeypatch.setattr(schedule_module, "_stores_of", lambda case: schedule_module._Stores(10**6))
+    monkeypatch.setattr(schedule_module, "_first_writer_limits", lambda case: schedule_module._FirstWriterLimits(10**6))
     ffa, simulator = public_backend(monkeypatch)
     modes = []
     for seed in range(8):
         ffa.runtime.has_caught_up = seed % 2 == 0
-        # Slices that no other test has: steps are kept with equal ones.
+        # Slices that no other test has: schedules are kept with equal ones.
         slices = SliceTable(masks.random_slices(np.random.default_rng(7000 + seed), 48, 48, max_slices=6))
         q, k, v = (x.requires_grad_() for x in inputs(48, 48, seed=seed))
         out, _ = flex_flash_attn_func(q, k, v, *tensors(slices))

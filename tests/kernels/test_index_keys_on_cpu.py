@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The backward of index attention that keeps keys, compiled for the CPU, against the reference in float64."""
+"""The key-stationary backward of index attention, compiled for the CPU, against the reference in float64."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hopper_library import aligned, hopper_library
 from index_library_on_cpu import IndexLibraryOnCpu, run_on_the_cpu
 
 from magi_attention.kernels.index_attn import ffa
-from magi_attention.kernels.index_attn.backward_choice import keeps_keys
+from magi_attention.kernels.index_attn.backward_choice import is_key_stationary
 from magi_attention.kernels.index_attn.prepare import lists_of_blocks
 from magi_attention.kernels.index_attn.reference import IndexReference
 from magi_attention.kernels.index_attn.types import IndexProblem, PreparedIndices
@@ -86,7 +86,7 @@ class Call:
         self.problem = IndexProblem.of_lists(self.q, self.k, self.v, self.options, self.lists, needs_backward=True)
 
     def backward(self, delta: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
-        assert keeps_keys(self.problem, self.lists)
+        assert is_key_stationary(self.problem, self.lists)
         x = self.q, self.k, self.v
         return ffa.IndexFfa().backward(self.problem, self.dout, *x, self.out, self.lse, self.lists, delta)
 
@@ -197,7 +197,7 @@ def test_which_backward_runs(monkeypatch):
 
     def choice(lists: PreparedIndices = lists, is_deterministic: bool = False) -> bool:
         options = options_of(SCALE, 0.0, "sh", is_deterministic, 0)
-        return keeps_keys(IndexProblem.of_lists(q, k, k, options, lists, needs_backward=True), lists)
+        return is_key_stationary(IndexProblem.of_lists(q, k, k, options, lists, needs_backward=True), lists)
 
     assert choice() and not choice(is_deterministic=True)
     assert not choice(lists._replace(k_block_size=32)) and not choice(lists._replace(q_block_size=32))

@@ -94,16 +94,16 @@ def test_stages_merge_into_buffers_of_any_layout():
 
 @settings(max_examples=30, deadline=None, print_blob=True)
 @given(
-    cuts=st.lists(st.integers(0, 48), max_size=5),
+    edges=st.lists(st.integers(0, 48), max_size=5),
     causal=st.booleans(),
     heads=st.sampled_from([(1, 1), (4, 1), (6, 2), (3, 3)]),
     dims=st.sampled_from([(8, 8), (16, 8), (8, 24)]),
     as_tensors=st.booleans(),
     packed=st.booleans(),
 )
-def test_random_documents(cuts, causal, heads, dims, as_tensors, packed):
+def test_random_documents(edges, causal, heads, dims, as_tensors, packed):
     ffa, _ = backend()
-    slices = Mask.varlen([0, *sorted(cuts), 48], causal=causal).slices
+    slices = Mask.varlen([0, *sorted(edges), 48], causal=causal).slices
     q, k, v = inputs(48, 48, heads, dims)
     if packed and dims[0] == dims[1]:  # views of one projection, as models make them
         qkv = torch.cat([q, k, v], dim=1)

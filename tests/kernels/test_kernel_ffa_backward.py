@@ -19,9 +19,9 @@ from magi_attention.common.slices import SliceTable
 from magi_attention.errors import ContractError, MagiError, UnsupportedError
 from magi_attention.functional.flex_flash_attn import flex_flash_attn_func
 from magi_attention.kernels import AttnOptions, Grads, SdpaBackend
-from magi_attention.kernels.ffa import backward as ffa_bwd
+from magi_attention.kernels.ffa import backward as ffa_backward
 from magi_attention.kernels.ffa.plans import DEVICE_PLANS, KEPT_ORDERS, RangeTensors
-from magi_attention.kernels.ffa.schedule import select_schedule as backward_steps
+from magi_attention.kernels.ffa.schedule import select_schedule as schedule_module
 from magi_attention.kernels.ffa.schedule.select_schedule import BwdSchedule
 from magi_attention.native import abi
 from magi_attention.testing import masks
@@ -279,7 +279,7 @@ def test_orders_are_kept_with_the_plan():
         assert listed(mask, sm_margin=4) and not is_made(), "captured calls have not run"
     assert listed(table) != listed(ranges)
     (kept,) = (kept for kept in table.cache.values(DEVICE_PLANS) if kept.orders)
-    died = [weakref.ref(units) for units in kept.orders.values(KEPT_ORDERS)]
+    died = [weakref.ref(order) for order in kept.orders.values(KEPT_ORDERS)]
     del kept, table
     gc.collect()
     assert len(died) == 5 and not any(ref() for ref in died)
@@ -289,7 +289,7 @@ def test_orders_are_kept_with_the_plan():
     assert other_simulator.backward_calls[-1].order is None
 
 
-def test_many_slices_and_wrong_ones_go_by_way_of_the_host():
+def test_many_slices_and_wrong_ones_are_planned_on_the_host():
     starts = torch.arange(2048, dtype=torch.int64)
     mask = RangeTensors(torch.stack([starts, starts + 1], 1), torch.stack([starts, starts + 1], 1), None)
     case = Case(SliceTable.from_ranges(mask.q_ranges.tolist(), mask.k_ranges.tolist(), 0), 2048, 2048,
@@ -354,24 +354,24 @@ def test_the_wish_for_deterministic_gradients_reaches_the_kernels(public, wish):
     assert [c.dq_mode for c in simulator.backward_calls] == [int(wish)] and q.grad is not None
 
 
-def test_kernels_in_turns_follow_one_another_over_streams():
+def test_deterministic_kernels_follow_one_another_over_streams():
     """Side by side each could hold multiprocessors that the other waits for."""
     ffa, _ = backend()
     case = Case(MASKS[0])
-    in_turns = AttnOptions(0.3, deterministic=True)
-    for stream, options in ((7, in_turns), (7, in_turns), (8, PLAIN), (8, in_turns), (8, in_turns), (7, in_turns)):
+    ordered = AttnOptions(0.3, deterministic=True)
+    for stream, options in ((7, ordered), (7, ordered), (8, PLAIN), (8, ordered), (8, ordered), (7, ordered)):
         ffa.runtime.current_stream = stream
         ffa.backward(*case.tensors, case.slices, options)
     a, b = ("record", 7), ("record", 8)
     assert ffa.runtime.said == [a, a, ("wait", 8), b, b, ("wait", 7), a]
     ffa.runtime.capturing, ffa.runtime.current_stream = True, 9
-    ffa.backward(*case.tensors, case.slices, in_turns)
+    ffa.backward(*case.tensors, case.slices, ordered)
     assert len(ffa.runtime.said) == 7  # a capture has nothing to do with what ran before
 
 
-def test_kernels_in_which_the_first_stores_wait_for_no_other(monkeypatch):
+def test_kernels_in_which_the_first_writer_stores_wait_for_no_other(monkeypatch):
     """In a capture, too."""
-    monkeypatch.setattr(ffa_bwd, "select_schedule", lambda *_: BwdSchedule(64, 0, first_writer=True))
+    monkeypatch.setattr(ffa_backward, "select_schedule", lambda *_: BwdSchedule(64, 0, first_writer=True))
     ffa, simulator = backend()
     case = Case(MASKS[0])
     for stream, is_capturing in ((7, False), (8, False), (8, True)):
@@ -392,13 +392,13 @@ def test_kernels_in_which_the_first_stores_wait_for_no_other(monkeypatch):
     ],
     ids=("full", "causal", "narrow heads", "softcap", "short documents", "window"),
 )
-def test_long_masks_take_wide_steps(mask, dims, softcap, block, monkeypatch):
+def test_long_masks_take_m_blocks_of_80(mask, dims, softcap, block, monkeypatch):
     """Where there are kernels for them and they gain; here they do from four queries a key on."""
     is_wide = lambda slices, q_shape, *_: q_shape[2] > 64 and slices.area >= 4 * 32  # noqa: E731
-    monkeypatch.setattr(backward_steps, "select_block_m", lambda *a: 80 if is_wide(*a) else 64)
+    monkeypatch.setattr(schedule_module, "select_block_m", lambda *a: 80 if is_wide(*a) else 64)
     ffa, simulator = backend()
     case = Case(mask.slices, 32, 32, AttnOptions(0.3, softcap=softcap), dims=dims)
-    ranges = RangeTensors(*case.slices.tensors())  # these take the steps of the last mask that the host knew
+    ranges = RangeTensors(*case.slices.tensors())  # these take the schedule of the last mask that the host knew
     for known in (ranges, case.slices, ranges):
         ffa.backward(*case.tensors, known, case.options)
     assert [c.block_m for c in simulator.backward_calls] == [64, block, block]

@@ -22,7 +22,7 @@ from magi_attention.errors import ContractError, MagiError, UnsupportedError
 from magi_attention.functional import flex_flash_attn as flex_module
 from magi_attention.functional.flex_flash_attn import flex_flash_attn_func
 from magi_attention.kernels import AttnOptions
-from magi_attention.kernels.ffa import launch_cache as known_calls
+from magi_attention.kernels.ffa import launch_cache
 from magi_attention.kernels.ffa.plans import PlanShape
 from magi_attention.kernels.tables import table_from_tensors
 from magi_attention.native import abi
@@ -281,7 +281,7 @@ def test_failing_launches_and_preparations(public, monkeypatch):
     simulator.status = abi.OK
     assert case.find() is not None and len(KNOWN) == 1
     KNOWN.forget()
-    known = known_calls.KnownCalls(
+    known = launch_cache.KnownCalls(
         inspect.signature(flex_flash_attn_func), AttnForwardMeta, broken, lambda: True, (), ("max_seqlen_q",)
     )
     with pytest.raises(ZeroDivisionError):

@@ -18,7 +18,7 @@ from magi_attention.common.forward_meta import AttnForwardMeta
 from magi_attention.common.mask import Mask
 from magi_attention.errors import UnsupportedError
 from magi_attention.functional.flex_flash_attn import flex_flash_attn_func
-from magi_attention.kernels.ffa import launch_cache as known_calls
+from magi_attention.kernels.ffa import launch_cache
 from magi_attention.testing.waiting import DEADLINE_S
 
 
@@ -111,8 +111,8 @@ def test_a_known_call_costs_few_steps(public, monkeypatch):
             return func(*args, **(kwargs or {}))
 
     made: list = []
-    hooks = known_calls.TorchHooks.find()._replace(answers=())  # blind to modes, so that one can count
-    monkeypatch.setattr(known_calls.TorchHooks, "find", lambda: hooks)
+    hooks = launch_cache.TorchHooks.find()._replace(answers=())  # blind to modes, so that one can count
+    monkeypatch.setattr(launch_cache.TorchHooks, "find", lambda: hooks)
     KNOWN.forget()
     flex_flash_attn_func(q, k, v, *mask)
     with Allocations():
@@ -124,7 +124,7 @@ def test_without_the_module_one_line_says_why(public, monkeypatch, caplog):
     def absent():
         raise UnsupportedError("_magi_host.so is not built; run this and that.")
 
-    for patch in (lambda m: m.setattr(known_calls, "load_host", absent), old_torch):
+    for patch in (lambda m: m.setattr(launch_cache, "load_host", absent), old_torch):
         KNOWN.forget()
         caplog.clear()
         with monkeypatch.context() as changed, caplog.at_level(logging.INFO, "magi_attention.kernels"):
@@ -139,11 +139,11 @@ def test_without_the_module_one_line_says_why(public, monkeypatch, caplog):
 
 
 def old_torch(patch) -> None:
-    real = known_calls.TorchHooks.find
+    real = launch_cache.TorchHooks.find
     monkey = type("torch", (), {"Tensor": object, "__version__": "2.9.0"})
 
     def find():
-        patch.setattr(known_calls, "torch", monkey)
+        patch.setattr(launch_cache, "torch", monkey)
         return real()
 
-    patch.setattr(known_calls.TorchHooks, "find", find)
+    patch.setattr(launch_cache.TorchHooks, "find", find)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the backward is cut into work tiles, by the library's own code compiled for the CPU: Python that follows the same
-rules, and what its workspace holds."""
+"""How the backward is divided into work tiles, by the library's own code compiled for the CPU: Python that follows the
+same rules, and what its workspace holds."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ def calls(seed: int):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_semaphore_order_are_those_of_the_model(layout_of, seed):
-    """Sections, fragments of heads and tables of deterministic order."""
+def test_l2_groups_and_target_tables_are_those_of_the_model(layout_of, seed):
+    """L2 groups, parts of heads and tables of semaphore targets."""
     tables = set()
     for tokens, (heads, heads_kv), dim, sms in calls(seed):
         found = layout_of(tokens, (heads, heads_kv), dim, abi.DQ_DETERMINISTIC, sms)
@@ -78,8 +78,8 @@ def test_semaphore_order_are_those_of_the_model(layout_of, seed):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_lists_have_the_sections_of_the_library(layout_of, seed):
-    """``unit_walks`` follows ``bwd_heads_at_once``, and ``fewest_whole`` is from where on heads are not shared out."""
+def test_lists_have_the_l2_groups_of_the_library(layout_of, seed):
+    """``work_tiles.py`` follows ``bwd_heads_at_once``, and ``fewest_whole`` is from where on heads are not split."""
     for tokens, (heads, heads_kv), _, sms in calls(seed):
         tiles, group = -(-tokens // TILE), heads // heads_kv
         found = layout_of(tokens, (heads, heads_kv), 128, abi.DQ_FIRST_WRITER, sms, block_m=WIDE)
@@ -90,7 +90,7 @@ def test_lists_have_the_sections_of_the_library(layout_of, seed):
 
 
 def test_what_a_caller_asks_for(layout_of):
-    """Two fragments of the heads or more, and then all heads in one L2 group."""
+    """Two parts of the heads or more, and then all heads in one L2 group."""
     for order in (abi.DQ_DETERMINISTIC, abi.DQ_FIRST_WRITER):
         assert layout_of(4096, (64, 8), 128, order, num_head_splits=2)[:2] == (2, 8)
     assert layout_of(4096, (24, 8), 128, abi.DQ_DETERMINISTIC, num_head_splits=2)[:2] == (3, 8), (
@@ -99,7 +99,7 @@ def test_what_a_caller_asks_for(layout_of):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_ranks_in_work_at_the_start_are_those_of_the_model(library, seed):
+def test_tiles_in_work_at_the_start_are_those_of_the_model(library, seed):
     rng, met = np.random.default_rng(seed), set()
     for _ in range(500):
         num_ctas, work_tiles, parts = int(rng.choice(SMS)), int(rng.choice((1, 3, 8, 16))), int(rng.choice((2, 4, 8)))
@@ -127,16 +127,16 @@ def test_what_is_chosen_may_be_split(library, seed):
         ends = np.unique(rng.integers(0, tokens + 1, int(rng.integers(1, 14))))
         mask = Mask.varlen([0, *ends[(ends > 0) & (ends < tokens)].tolist(), tokens])
         shapes = (tokens, heads_kv * group, 128), (tokens, heads_kv, 128)
-        steps = select_schedule(*shapes, mask.slices, AttnOptions(0.1, deterministic=True), sms)
-        if steps.split == NONE:
+        schedule = select_schedule(*shapes, mask.slices, AttnOptions(0.1, deterministic=True), sms)
+        if schedule.split == NONE:
             continue
         met += 1
         params = abi.FfaBwdParams(
             total_q=tokens, total_k=tokens, heads_q=heads_kv * group, heads_kv=heads_kv, head_dim=128, head_dim_v=128,
-            dq_mode=abi.DQ_DETERMINISTIC, block_m=steps.block_m, num_head_splits=steps.num_head_splits,
-            split_begin=steps.split.begin, split_end=steps.split.end, splits_per_split_tile=steps.split.parts,
+            dq_mode=abi.DQ_DETERMINISTIC, block_m=schedule.block_m, num_head_splits=schedule.num_head_splits,
+            split_begin=schedule.split.begin, split_end=schedule.split.end, splits_per_split_tile=schedule.split.parts,
         )  # fmt: skip
-        assert library.may_split(ctypes.byref(params), sms), (seed, tokens, heads_kv, group, sms, steps)
+        assert library.may_split(ctypes.byref(params), sms), (seed, tokens, heads_kv, group, sms, schedule)
     assert met > 10
 
 
@@ -153,26 +153,26 @@ def test_what_may_not_be_split(library):
         assert not may(*run), run
     assert not may(0, 5, 8, heads=(32, 8)) and not may(0, 5, 2, heads=(48, 8)), "groups of four and of six"
     assert not may(0, 5, 2, order=abi.DQ_ATOMIC) and not may(0, 5, 2, order=abi.DQ_FIRST_WRITER)
-    assert not may(0, 5, 2, tokens=2048), "heads are shared out anyway"
+    assert not may(0, 5, 2, tokens=2048), "heads are split anyway"
     assert not may(0, 5, 2, tokens=128 * 1025) and not may(0, 256, 2, tokens=32768), "too many tiles, too many parts"
 
 
 def test_a_workspace_has_parts_of_split_tiles(layout_of):
-    """In deterministic order, 4K, 64 heads on 8: a quarter of the tiles in four parts, and a turn for each part of
-    every tile."""
+    """In deterministic order, 4K, 64 heads on 8: a quarter of the tiles in four parts, and a semaphore target for each
+    part of every tile."""
     whole = layout_of(4096, (64, 8), 128, abi.DQ_DETERMINISTIC, block_m=WIDE)
     split = dict(split_begin=16, split_end=24, splits_per_split_tile=4)
     found = layout_of(4096, (64, 8), 128, abi.DQ_DETERMINISTIC, block_m=WIDE, **split)
     assert found[:3] == whole[:3] == (1, 8, 1)
-    parts, turns = 4 * 8 * 8 * 128 * 2 * 128 * 4, 3 * (32 * 8) * (-(-4096 // WIDE) + 1) * 4
-    assert 0 <= found.workspace - whole.workspace - parts - turns < 512
+    parts, targets = 4 * 8 * 8 * 128 * 2 * 128 * 4, 3 * (32 * 8) * (-(-4096 // WIDE) + 1) * 4
+    assert 0 <= found.workspace - whole.workspace - parts - targets < 512
     for order in (abi.DQ_ATOMIC, abi.DQ_FIRST_WRITER):
         wide = [layout_of(4096, (64, 8), 128, order, block_m=WIDE, **fields) for fields in ({}, split)]
-        assert wide[0] == wide[1], "only in turns"
+        assert wide[0] == wide[1], "only in deterministic mode"
 
 
 def test_a_workspace_has_no_gradients_of_keys(layout_of):
-    """32K, 64 heads on 8: the sum of dq and the offsets and deltas of its rows, in deterministic order 0.1% more."""
+    """32K, 64 heads on 8: dq_accum and the offsets and deltas of its rows, in deterministic mode 0.1% more."""
     tokens, heads = 32768, 64
     for order, most in ((abi.DQ_FIRST_WRITER, 1.0005), (abi.DQ_DETERMINISTIC, 1.001)):
         found = layout_of(tokens, (heads, 8), 128, order, block_m=WIDE)
@@ -183,25 +183,25 @@ def test_a_workspace_has_no_gradients_of_keys(layout_of):
 
 @pytest.mark.parametrize("seed", range(2))
 def test_what_is_made_of_a_plan_is_kept_up_to_4_mib(layout_of, seed):
-    """Starts and deterministic order of each work tile of a L2 group, the latter at each block of queries: the order
+    """Starts and semaphore targets of each work tile of an L2 group, the latter at each block of queries: the order
     has room for them."""
     met = set()
     for tokens, (heads, heads_kv), dim, sms in calls(seed):
         found = {
             n: layout_of(tokens, (heads, heads_kv), dim, n, sms) for n in (abi.DQ_DETERMINISTIC, abi.DQ_FIRST_WRITER)
         }
-        turns = found[abi.DQ_DETERMINISTIC]
+        deterministic = found[abi.DQ_DETERMINISTIC]
         tiles, blocks = -(-tokens // TILE), -(-tokens // NARROW)
-        kinds = turns.heads_per_l2_group * turns.num_head_splits * turns.target_tables
+        kinds = deterministic.heads_per_l2_group * deterministic.num_head_splits * deterministic.target_tables
         wanted = 4 * tiles * (1 + kinds) + 4 * tiles * kinds * blocks + 4 * 4 * blocks
         case = (tokens, heads, heads_kv, dim, sms)
-        if turns.order:
-            assert wanted <= turns.order < wanted + 1024 and turns.order <= 4 * 2**20, case
-            assert turns.order <= turns.workspace, case
+        if deterministic.order:
+            assert wanted <= deterministic.order < wanted + 1024 and deterministic.order <= 4 * 2**20, case
+            assert deterministic.order <= deterministic.workspace, case
         else:
             assert wanted > 4 * 2**20 - 1024, case
-        met.add(bool(turns.order))
-        assert found[abi.DQ_FIRST_WRITER].order > 0, "no turns"
+        met.add(bool(deterministic.order))
+        assert found[abi.DQ_FIRST_WRITER].order > 0, "no semaphore targets"
     assert met == {False, True}
 
 
@@ -213,7 +213,7 @@ def test_a_workspace_of_few_tiles_has_parts_of_them(layout_of):
     assert wanted < found.workspace < 1.001 * wanted
 
 
-def test_sole_visits_that_are_chosen_may_be_written(library):
+def test_direct_stores_that_are_chosen_are_possible(library):
     """By ``select_schedule``, of random documents; what the caller adds to, or wants in float32, is not."""
     planner_or_skip()
     rng, met = np.random.default_rng(0), 0
@@ -221,20 +221,20 @@ def test_sole_visits_that_are_chosen_may_be_written(library):
         heads_kv, group = int(rng.choice((1, 4, 8, 32))), int(rng.choice((1, 2, 4, 8)))
         dim, tokens = int(rng.choice((64, 128, 256))), int(rng.choice((500, 2000, 8000)))
         ends = np.unique(rng.integers(0, tokens + 1, int(rng.integers(1, tokens // 100))))
-        cuts = [0, *ends[(ends > 0) & (ends < tokens)].tolist(), tokens]
-        mask, is_deterministic = Mask.varlen(cuts, causal=rng.random() < 0.5), rng.random() < 0.5
+        edges = [0, *ends[(ends > 0) & (ends < tokens)].tolist(), tokens]
+        mask, is_deterministic = Mask.varlen(edges, causal=rng.random() < 0.5), rng.random() < 0.5
         options = AttnOptions(0.1, softcap=float(rng.choice((0.0, 20.0))), deterministic=is_deterministic)
-        steps = select_schedule((tokens, heads_kv * group, dim), (tokens, heads_kv, dim), mask.slices, options, 132)
-        if not steps.direct_dq_store:
+        schedule = select_schedule((tokens, heads_kv * group, dim), (tokens, heads_kv, dim), mask.slices, options, 132)
+        if not schedule.direct_dq_store:
             continue
         met += 1
         order = abi.DQ_DETERMINISTIC if is_deterministic else abi.DQ_FIRST_WRITER
-        assert is_deterministic or steps.first_writer
+        assert is_deterministic or schedule.first_writer
         fields = dict(
-            dq_mode=order, grad_dtype=abi.BF16, softcap=options.softcap, split_begin=steps.split.begin,
-            split_end=steps.split.end, splits_per_split_tile=steps.split.parts,
+            dq_mode=order, grad_dtype=abi.BF16, softcap=options.softcap, split_begin=schedule.split.begin,
+            split_end=schedule.split.end, splits_per_split_tile=schedule.split.parts,
         )  # fmt: skip
-        assert library.may_write_sole(ctypes.byref(abi.FfaBwdParams(**fields))), (cuts, steps)
+        assert library.can_store_direct(ctypes.byref(abi.FfaBwdParams(**fields))), (edges, schedule)
         for other in ({"grad_dtype": abi.FP32}, {"accumulate": 1}, {"softcap": 1.0}, {"dq_mode": abi.DQ_ATOMIC}):
-            assert not library.may_write_sole(ctypes.byref(abi.FfaBwdParams(**{**fields, **other}))), other
+            assert not library.can_store_direct(ctypes.byref(abi.FfaBwdParams(**{**fields, **other}))), other
     assert met > 50, f"only {met} calls had any"

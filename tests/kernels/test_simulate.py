@@ -43,13 +43,13 @@ def test_steps_are_blocks_of_queries_that_a_tile_visits(seed, queries):
         assert needed <= set(visited) and (len(drawn) > 1 or len(visited) == len(needed)), (seed, tile)
 
 
-def test_units_go_to_whoever_is_free():
+def test_work_tiles_go_to_the_cta_that_is_free_first():
     assert starts_of(np.array([5, 3, 4, 1]), 2).tolist() == [0, 0, 3, 5]
     assert starts_of(np.array([3.0]), 4).tolist() == [0] and len(starts_of(np.zeros(0), 4)) == 0
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_starts_of_many_units(seed):
+def test_starts_of_many_work_tiles(seed):
     rng = np.random.default_rng(seed)
     times, num_ctas = rng.random(int(rng.integers(1, 500))), int(rng.integers(1, 40))
     free_at, want = [0.0] * num_ctas, []

@@ -13,7 +13,7 @@ from test_kernel_ffa_backward import Case
 from magi_attention.common.mask import Mask
 from magi_attention.common.slices import SliceTable
 from magi_attention.kernels import AttnOptions
-from magi_attention.kernels.ffa.schedule import tile_splits as split_tiles
+from magi_attention.kernels.ffa.schedule import tile_splits
 from magi_attention.kernels.ffa.schedule.select_schedule import BwdSchedule, select_schedule
 from magi_attention.kernels.ffa.schedule.simulate import fewest_whole, tile_steps
 from magi_attention.kernels.ffa.schedule.tile_splits import NONE, SimulatedTiles, Split, can_split, select_tile_split
@@ -28,7 +28,7 @@ def planner():
     planner_or_skip()
 
 
-def steps(mask: Mask, total: int = 4096, heads=(64, 8), dim: int = 128, num_sms=NUM_SMS, **options) -> BwdSchedule:
+def schedule(mask: Mask, total: int = 4096, heads=(64, 8), dim: int = 128, num_sms=NUM_SMS, **options) -> BwdSchedule:
     options = {"deterministic": True, **options}
     shapes = (total, heads[0], dim), (total, heads[1], dim)
     return select_schedule(*shapes, mask.slices, AttnOptions(0.3, **options), num_sms)
@@ -53,7 +53,7 @@ def test_what_is_split_ends_sooner(seed):
     heads_kv, group = int(rng.choice((2, 4, 8, 16))), int(rng.choice((2, 4, 8, 16)))
     total = 128 * int(rng.integers(fewest_whole(NUM_SMS), 3 * NUM_SMS)) // heads_kv
     mask = random_mask(rng, total)
-    found = steps(mask, total, (heads_kv * group, heads_kv))
+    found = schedule(mask, total, (heads_kv * group, heads_kv))
     split, wide = found.split, tile_steps(mask.slices, total, total)
     if split == NONE:
         return
@@ -72,7 +72,7 @@ def test_what_is_split_ends_sooner(seed):
 
 
 def test_both_are_met():
-    found = {steps(random_mask(np.random.default_rng(seed), 4096)).split == NONE for seed in range(20)}
+    found = {schedule(random_mask(np.random.default_rng(seed), 4096)).split == NONE for seed in range(20)}
     assert found == {True, False}
 
 
@@ -80,7 +80,7 @@ def test_both_are_met():
 def test_the_best_of_all_runs(seed):
     rng = np.random.default_rng(seed)
     work_tiles = SimulatedTiles(np.sort(rng.integers(1, 400, 32))[::-1].astype(np.int64), 8, NUM_SMS, 80.0)
-    best = min(split_tiles._runs(32, 8), key=work_tiles.time)
+    best = min(tile_splits._runs(32, 8), key=work_tiles.time)
     ends = {2: 33, 4: 4, 8: 4}
     every = [Split(a, b, n) for n, end in ends.items() for a in range(32) for b in range(a + 1, end)]
     assert work_tiles.time(best) <= 1.03 * min(map(work_tiles.time, every)), f"{seed=}"
@@ -88,12 +88,12 @@ def test_the_best_of_all_runs(seed):
 
 
 def test_one_long_document_among_short_ones():
-    assert steps(Mask.varlen(UNEVEN)).split == Split(16, 27, 2)
+    assert schedule(Mask.varlen(UNEVEN)).split == Split(16, 27, 2)
 
 
 def test_a_last_round_that_is_far_from_full():
     """5K: 320 work tiles for 132 SMs."""
-    assert steps(Mask.full(5120), 5120).split.parts == 2
+    assert schedule(Mask.full(5120), 5120).split.parts == 2
 
 
 @pytest.mark.parametrize(
@@ -105,26 +105,26 @@ def test_a_last_round_that_is_far_from_full():
     ids=("full", "equal documents", "causal documents", "window", "causal"),
 )  # fmt: skip
 def test_not_where_tiles_are_alike_or_end_at_a_diagonal(mask):
-    assert steps(mask).split == NONE
+    assert schedule(mask).split == NONE
 
 
 def test_only_where_there_is_a_kernel():
     mask = Mask.varlen(UNEVEN)
     assert [n for n in range(1, 18) if can_split(n)] == [2, 4, 8, 16]
     for options in ({"dim": 64}, {"dim": 256}, {"softcap": 1.0}, {"heads": (24, 8)}, {"deterministic": False}):
-        assert steps(mask, **options).split == NONE, options
-    assert steps(mask, heads=(48, 8)).num_head_splits == 2, "halves of six heads, as before"
+        assert schedule(mask, **options).split == NONE, options
+    assert schedule(mask, heads=(48, 8)).num_head_splits == 2, "halves of six heads, as before"
 
 
 def test_neither_with_many_units_nor_with_few():
     mask = Mask.varlen(UNEVEN)
     for options in ({"heads": (128, 16)}, {"num_sms": 80}, {"num_sms": 140}):
-        assert steps(mask, **options).split == NONE, options
+        assert schedule(mask, **options).split == NONE, options
     assert select_tile_split(SliceTable([]), (4096, 64, 128), (4096, 8, 128), NUM_SMS, 80) == NONE
 
 
 @pytest.mark.parametrize("is_deterministic", (False, True))
-def test_the_kernel_is_told(is_deterministic):
+def test_the_kernel_gets_it(is_deterministic):
     ffa, simulator = backend()
     ffa.runtime.num_sms = lambda index: 6
     slices = Mask.varlen([0, 512, 576, 640, 704, 768]).slices
@@ -132,6 +132,6 @@ def test_the_kernel_is_told(is_deterministic):
     case = Case(slices, 768, 768, options, heads=(16, 2), dims=(128, 128))
     ffa.backward(*case.tensors, slices, case.options)
     (call,) = simulator.backward_calls
-    told = call.split_begin, call.split_end, call.splits_per_split_tile
-    assert told == (steps(Mask(slices, 768, 768), 768, (16, 2), num_sms=6).split if is_deterministic else NONE)
-    assert (told != NONE) == is_deterministic
+    split = call.split_begin, call.split_end, call.splits_per_split_tile
+    assert split == (schedule(Mask(slices, 768, 768), 768, (16, 2), num_sms=6).split if is_deterministic else NONE)
+    assert (split != NONE) == is_deterministic

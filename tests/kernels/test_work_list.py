@@ -18,7 +18,7 @@ from magi_attention.native import abi
 from magi_attention.native.tile_plan import TilePlan
 from magi_attention.testing import masks
 from magi_attention.testing.libraries import planner_or_skip
-from magi_attention.testing.uneven import WAYS
+from magi_attention.testing.uneven import SPLIT_CASES
 
 WHOLE = 2**31 - 1
 PARTS = abi.LIST_SPLITS
@@ -99,8 +99,8 @@ def random_case(rng: np.random.Generator) -> Case:
     if rng.random() < 0.3:
         other = int(rng.integers(1, 4000))
         return make(SliceTable(masks.random_slices(rng, total, other)), total, other, shape)
-    cuts = masks.random_cu_seqlens(rng, total, int(rng.integers(1, 12)))
-    array = masks.varlen(cuts, int(rng.integers(0, 4))).array
+    edges = masks.random_cu_seqlens(rng, total, int(rng.integers(1, 12)))
+    array = masks.varlen(edges, int(rng.integers(0, 4))).array
     return make(SliceTable(array[rng.random(len(array)) < 0.9]), total, total, shape)
 
 
@@ -177,9 +177,9 @@ def test_rows_are_prepared_in_the_order_in_which_they_are_needed(seed):
             assert (end - 1 if begin else begin) in at_once, (seed, w)
 
 
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize("name", SPLIT_CASES)
 def test_uneven_documents_are_split_and_end_no_later(name):
-    lengths, kind, (heads, heads_kv), tiles, work_tiles = WAYS[name]
+    lengths, kind, (heads, heads_kv), tiles, work_tiles = SPLIT_CASES[name]
     total = sum(lengths)
     case = make(documents(lengths, kind), total, total, ListShape(heads_kv, heads // heads_kv, 132, 132, 64))
     made = case.list
@@ -195,8 +195,8 @@ def test_uneven_documents_are_split_and_end_no_later(name):
 
 
 def test_fewer_ctas_change_no_split():
-    """Results must not depend on what is left free: only in which order blocks are walked."""
-    for lengths, kind, (heads, heads_kv), *_ in WAYS.values():
+    """Results must not depend on what is left free: only in which order blocks are taken."""
+    for lengths, kind, (heads, heads_kv), *_ in SPLIT_CASES.values():
         slices, total = documents(lengths, kind), sum(lengths)
         lists = [make(slices, total, total, ListShape(heads_kv, heads // heads_kv, 132, n, 64)) for n in (132, 112, 1)]
         kept = ["tile", "head_kv", "split", "num_splits", "m_begin", "m_end", "partial"]

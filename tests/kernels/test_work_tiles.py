@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The list of work tiles of wide steps: complete, and under causal masks traversed in step, by a model of the cache."""
+"""The list of work tiles of m-blocks of 80: complete, and in step under causal masks, by a model of the cache."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from magi_attention.common.slices import SliceTable
 from magi_attention.kernels import AttnOptions
 from magi_attention.kernels.ffa.arrival import Pace, backward_order, there_at
 from magi_attention.kernels.ffa.plans import RangeTensors
-from magi_attention.kernels.ffa.schedule import select_schedule as backward_steps
-from magi_attention.kernels.ffa.schedule import work_tiles as unit_walks
+from magi_attention.kernels.ffa.schedule import select_schedule as schedule_module
+from magi_attention.kernels.ffa.schedule import work_tiles as work_tiles_module
 from magi_attention.kernels.ffa.schedule.simulate import WIDE, blocks_of_tiles, starts_of
 from magi_attention.kernels.ffa.schedule.work_list import ListShape, work_list
-from magi_attention.kernels.ffa.schedule.work_tiles import WorkTileShape, with_work_tiles
-from magi_attention.native.abi import TRAVERSAL_WRAP as EARLY
+from magi_attention.kernels.ffa.schedule.work_tiles import WorkTileShape, heads_per_l2_group, with_work_tiles
+from magi_attention.native.abi import TRAVERSAL_WRAP
 from magi_attention.native.tile_plan import TilePlan, transposed
 from magi_attention.testing.libraries import planner_or_skip
 from magi_attention.testing.masks import random_slices
@@ -41,8 +41,8 @@ def plan_of(slices, total_q: int, total_k: int) -> TilePlan:
     return TilePlan.build(transposed(slices, total_q, total_k), total_k, total_q, 128, 2)
 
 
-def units_of(words: np.ndarray, heads_kv: int) -> np.ndarray:
-    """(work tiles, 3): tile, head and traverse, as the kernel reads them."""
+def work_tiles_of(words: np.ndarray, heads_kv: int) -> np.ndarray:
+    """(work tiles, 3): tile, head and traversal, as the kernel reads them."""
     header = TilePlan(words).header
     return rows_of(words[header.words_work_tiles :][: 8 * header.num_tiles * heads_kv])
 
@@ -62,29 +62,29 @@ def is_complete(work_tiles: np.ndarray, num_tiles: int, heads_kv: int) -> bool:
 def blocks_of(plan: TilePlan, tile: int, descending: int) -> list[int]:
     """In the order in which the kernel visits them."""
     visited: list[int] = []
-    begin, layers = plan.tiles[tile, 2:4].tolist()
-    for low, high in plan.records[begin : begin + layers, :2].tolist():
+    begin, segments = plan.tiles[tile, 2:4].tolist()
+    for low, high in plan.records[begin : begin + segments, :2].tolist():
         blocks = list(range(low // WIDE, -(-high // WIDE)))
-        back = min(blocks[0] if descending == EARLY else descending, len(blocks))
+        back = min(blocks[0] if descending == TRAVERSAL_WRAP else descending, len(blocks))
         visited += blocks[::-1][:back] + blocks[: len(blocks) - back]
     return visited
 
 
 def misses(plan: TilePlan, work_tiles: np.ndarray, num_ctas: int, kept: int) -> float:
-    """How many of the blocks that are visited are not among the last ``kept`` ones; steps take deterministic order in
+    """How many of the blocks that are visited are not among the last ``kept`` ones; steps take cta in order of
     time."""
     waiting = iter(work_tiles.tolist())
-    at_work = [(0.0, place, iter(()), 0) for place in range(num_ctas)]
+    at_work = [(0.0, cta, iter(()), 0) for cta in range(num_ctas)]
     cache: OrderedDict[tuple[int, int], None] = OrderedDict()
     steps = missed = 0
     while at_work:
-        time, place, left, head = heapq.heappop(at_work)
+        time, cta, left, head = heapq.heappop(at_work)
         block = next(left, None)
         if block is None:
             work_tile = next(waiting, None)
             if work_tile is not None:
                 blocks = iter(blocks_of(plan, work_tile[0], work_tile[2]))
-                heapq.heappush(at_work, (time + 0.1, place, blocks, work_tile[1]))
+                heapq.heappush(at_work, (time + 0.1, cta, blocks, work_tile[1]))
             continue
         steps += 1
         missed += (head, block) not in cache
@@ -92,19 +92,19 @@ def misses(plan: TilePlan, work_tiles: np.ndarray, num_ctas: int, kept: int) -> 
         cache.move_to_end((head, block))
         if len(cache) > kept:
             cache.popitem(last=False)
-        heapq.heappush(at_work, (time + 1, place, left, head))
+        heapq.heappush(at_work, (time + 1, cta, left, head))
     return missed / steps
 
 
 def in_plan_order(words: np.ndarray, shape: WorkTileShape) -> np.ndarray:
     plan = TilePlan(words)
     tiles = blocks_of_tiles(plan)
-    return unit_walks._in_order(plan, tiles, shape, unit_walks.heads_per_l2_group(len(tiles.first), shape))
+    return work_tiles_module._in_order(plan, tiles, shape, heads_per_l2_group(len(tiles.first), shape))
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**31), st.integers(1, 5), st.integers(1, 12), st.integers(1, 12))
-def test_every_unit_once(seed, heads_kv, num_sms, num_ctas):
+def test_every_work_tile_once(seed, heads_kv, num_sms, num_ctas):
     rng = np.random.default_rng(seed)
     total_q, total_k = (int(n) for n in rng.integers(1, 3000, 2))
     slices = random_slices(rng, total_q, total_k, max_slices=5)
@@ -114,28 +114,28 @@ def test_every_unit_once(seed, heads_kv, num_sms, num_ctas):
     shape = WorkTileShape(heads_kv, int(rng.integers(1, 9)), num_sms, min(num_ctas, num_sms))
     words = with_work_tiles(plan.words, shape)
     assert (words[: len(plan.words)] != plan.words).sum() <= 1 and len(words) % 4 == 0
-    work_tiles = units_of(words, heads_kv)
+    work_tiles = work_tiles_of(words, heads_kv)
     assert is_complete(work_tiles, len(plan.tiles), heads_kv), (seed, shape)
-    assert (work_tiles[:, 2] >= 0).all() and (work_tiles[:, 2] <= EARLY).all()
+    assert (work_tiles[:, 2] >= 0).all() and (work_tiles[:, 2] <= TRAVERSAL_WRAP).all()
 
 
 @pytest.mark.parametrize("tiles", (64, 97, 128, 150))
-def test_causal_walks_are_in_step(tiles):
+def test_causal_traversals_are_in_step(tiles):
     """As long as 24 blocks stay in the cache, next to nothing but the first visits of a wave misses it."""
     total = 128 * tiles
     plan = plan_of(np.array([[0, total, 0, total, 1]]), total, total)
-    listed = units_of(with_work_tiles(plan.words, FEW), 3)
+    listed = work_tiles_of(with_work_tiles(plan.words, FEW), 3)
     assert is_complete(listed, tiles, 3)
     before = misses(plan, in_plan_order(plan.words, FEW), FEW.num_ctas, 24)
     now = misses(plan, listed, FEW.num_ctas, 24)
     assert now <= before and now < 0.22, (before, now)
 
 
-def test_many_periods_win_most():
+def test_many_waves_win_most():
     total = 128 * 150
     plan = plan_of(np.array([[0, total, 0, total, 1]]), total, total)
     before = misses(plan, in_plan_order(plan.words, FEW), FEW.num_ctas, 24)
-    now = misses(plan, units_of(with_work_tiles(plan.words, FEW), 3), FEW.num_ctas, 24)
+    now = misses(plan, work_tiles_of(with_work_tiles(plan.words, FEW), 3), FEW.num_ctas, 24)
     assert before > 2 * now, (before, now)
 
 
@@ -145,7 +145,7 @@ def test_where_much_fits_nothing_needs_to_be_in_step(heads_kv, group, is_worth_i
     total = 128 * 128
     plan = plan_of(np.array([[0, total, 0, total, 1]]), total, total)
     shape = WorkTileShape(heads_kv, group, 40, 40)
-    work_tiles = units_of(with_work_tiles(plan.words, shape), heads_kv)
+    work_tiles = work_tiles_of(with_work_tiles(plan.words, shape), heads_kv)
     assert np.array_equal(work_tiles, in_plan_order(plan.words, shape)) != is_worth_it
 
 
@@ -161,16 +161,16 @@ def test_where_much_fits_nothing_needs_to_be_in_step(heads_kv, group, is_worth_i
 def test_others_keep_the_order_of_the_plan(mask, tiles):
     total = 128 * tiles
     plan = plan_of(mask.slices, total, total)
-    work_tiles = units_of(with_work_tiles(plan.words, FEW), 3)
+    work_tiles = work_tiles_of(with_work_tiles(plan.words, FEW), 3)
     assert np.array_equal(work_tiles, in_plan_order(plan.words, FEW))
     at_once = min(3, max(1, round(80 / tiles)))
     assert work_tiles[: at_once * tiles : at_once, 0].tolist() == plan.order.tolist()
     parts = next((n for n in (1, 2, 4, 8) if n * tiles * 3 >= 76), 8)
-    early = (work_tiles[:, 2] == EARLY)[: at_once * tiles]
-    assert early.sum() == min(-(-FEW.num_ctas // parts), at_once * tiles) and early[: early.sum()].all()
+    wraps = (work_tiles[:, 2] == TRAVERSAL_WRAP)[: at_once * tiles]
+    assert wraps.sum() == min(-(-FEW.num_ctas // parts), at_once * tiles) and wraps[: wraps.sum()].all()
 
 
-def test_a_first_order_is_that_of_the_first_section():
+def test_a_first_order_is_that_of_the_first_l2_group():
     total, tiles = 128 * 90, 90
     plan = plan_of(Mask.full(total).slices, total, total)
     arrivals, base = np.repeat(np.arange(10), 7)[::-1], 128 * 20
@@ -178,19 +178,19 @@ def test_a_first_order_is_that_of_the_first_section():
     words = backward_order(plan.words.copy(), pace, arrivals, base)
     own = words[TilePlan(words).header.words_first_order :][:tiles]
     assert own.tolist() != plan.order.tolist()
-    work_tiles = units_of(with_work_tiles(words, FEW, there_at(128, pace, arrivals, base)), 3)
+    work_tiles = work_tiles_of(with_work_tiles(words, FEW, there_at(128, pace, arrivals, base)), 3)
     assert work_tiles[:tiles, 0].tolist() == own.tolist() and (work_tiles[:tiles, 1] == 0).all()
     assert work_tiles[tiles : 2 * tiles, 0].tolist() == plan.order.tolist() and is_complete(work_tiles, tiles, 3)
 
 
 @pytest.mark.parametrize("local", (range(75), range(75, 150), range(40, 110)), ids=("first", "last", "middle"))
-def test_the_first_period_begins_with_what_is_there(local):
+def test_the_first_wave_begins_with_what_is_there(local):
     """As far as it goes: of each pair under a causal mask one tile is local, in the third case of 35 pairs both."""
     total, tiles = 128 * 150, 150
     plan = plan_of(np.array([[0, total, 0, total, 1]]), total, total)
     when = np.full(tiles, 1e-3)
     when[list(local)] = -np.inf
-    work_tiles = units_of(with_work_tiles(plan.words, FEW, when), 3)
+    work_tiles = work_tiles_of(with_work_tiles(plan.words, FEW, when), 3)
     begin = work_tiles[: FEW.num_ctas]
     assert (begin[:, 1] == 0).all() and np.isinf(when[begin[:, 0]]).sum() == (35 if local[0] == 40 else FEW.num_ctas)
     assert is_complete(work_tiles, tiles, 3)
@@ -198,15 +198,15 @@ def test_the_first_period_begins_with_what_is_there(local):
 
 
 def test_empty_tiles_begin():
-    """Those that nobody sees, as between local and remote keys: the end is for what can be shared out."""
+    """Those that no query sees, as between local and remote keys: the end is for what can be shared out."""
     total, tiles = 128 * 150, 151
     slices = np.array([[0, total, 0, total, 1]])
     moved = np.array([[0, 6400, 0, 6400, 1], [6400, total, 0, 6400, 0], [6400, total, 6528, total + 128, 1]])
     plan, apart = plan_of(slices, total, total), plan_of(moved, total, total + 128)
-    work_tiles = units_of(with_work_tiles(apart.words, FEW), 3)
+    work_tiles = work_tiles_of(with_work_tiles(apart.words, FEW), 3)
     assert is_complete(work_tiles, tiles, 3) and work_tiles[:3].tolist() == [[50, head, 0] for head in range(3)]
     behind = work_tiles[3:] - np.outer(work_tiles[3:, 0] > 50, [1, 0, 0])
-    listed = units_of(with_work_tiles(plan.words, FEW), 3)
+    listed = work_tiles_of(with_work_tiles(plan.words, FEW), 3)
     assert abs(misses(apart, work_tiles, FEW.num_ctas, 24) - misses(plan, listed, FEW.num_ctas, 24)) < 0.02
     assert sorted(behind[:, 0].tolist()) == sorted(listed[:, 0].tolist())
 
@@ -214,12 +214,12 @@ def test_empty_tiles_begin():
 @pytest.mark.parametrize(
     "tiles, heads", ((32, [8]), (40, [8]), (48, [8]), (56, [4, 4]), (64, [4, 4]), (80, [4, 4]), (96, [3, 3, 2]))
 )
-def test_sections_of_heads(tiles, heads):
-    """With 132 SMs. A few long tiles behind all others are what everybody would wait for."""
+def test_l2_groups_of_heads(tiles, heads):
+    """With 132 SMs. A few long tiles behind all others are what all would wait for."""
     total = 128 * tiles
     plan = plan_of(np.array([[0, total, 0, total, 1]]), total, total)
     shape = WorkTileShape(8, 8, 132, 132)
-    work_tiles = units_of(with_work_tiles(plan.words, shape), 8)
+    work_tiles = work_tiles_of(with_work_tiles(plan.words, shape), 8)
     ends = np.cumsum(heads)
     assert [sorted(set(part[:, 1].tolist())) for part in np.split(work_tiles, ends[:-1] * tiles)] == [
         list(range(end - count, end)) for end, count in zip(ends.tolist(), heads)
@@ -229,33 +229,33 @@ def test_sections_of_heads(tiles, heads):
     assert end < 1.12 * counts.sum() / 132, end / (counts.sum() / 132)
 
 
-def test_groups_fill_a_period():
+def test_groups_fill_a_round_of_the_clock():
     total = 128 * 100
     tiles = blocks_of_tiles(plan_of(np.array([[0, total, 0, total, 1]]), total, total))
-    tile, group, batch = unit_walks._tile_groups(tiles)
+    tile, group, batch = work_tiles_module._tile_groups(tiles)
     assert sorted(tile.tolist()) == list(range(100)) and (np.diff(group) >= 0).all() and (np.diff(batch) >= 0).all()
     filled = batch == batch[0]
     assert filled.sum() in (50, 51) and len(np.unique(batch)) <= 2 and len(batch) <= 51
     count = np.bincount(group, tiles.count[tile])
-    assert (abs(count[filled] - tiles.blocks) <= unit_walks._SLACK).all()
+    assert (abs(count[filled] - tiles.blocks) <= work_tiles_module._SLACK).all()
 
 
-def test_what_fills_no_period_comes_together():
+def test_what_fills_no_round_comes_together():
     """100 tiles see the last 3/5 of the queries, which no two of them fill; the others, causal, pair up."""
     total_q, many = 6400, 100 * 128
     slices = np.array([[0, total_q, 0, total_q, 1], [2560, total_q, total_q, total_q + many, 0]])
     plan = plan_of(slices, total_q, total_q + many)
     tiles, shape = blocks_of_tiles(plan), WorkTileShape(3, 8, 20, 20)
-    tile, group, batch = unit_walks._tile_groups(tiles)
+    tile, group, batch = work_tiles_module._tile_groups(tiles)
     _, which, sizes = np.unique(batch, return_inverse=True, return_counts=True)
     largest = which == 1 + np.argmax(sizes[1:])  # the first ones fill a wave
     alike = [tile[group == number].tolist() for number in np.flatnonzero(largest)]
-    assert [len(group) for group in alike].count(1) > 60, "some fill a period with a short one"
-    work_tiles = units_of(with_work_tiles(plan.words, shape), 3)
+    assert [len(group) for group in alike].count(1) > 60, "some fill a round with a short one"
+    work_tiles = work_tiles_of(with_work_tiles(plan.words, shape), 3)
     alone = {group[0] for group in alike}
     at = [i for i, (tile, *_) in enumerate(work_tiles.tolist()) if tile in alone]
     assert is_complete(work_tiles, len(plan.tiles), 3)
-    assert at[-1] - at[0] < len(at) + 2 * shape.num_ctas, "but for the periods that they begin and end with"
+    assert at[-1] - at[0] < len(at) + 2 * shape.num_ctas, "but for the waves that they begin and end with"
     before = misses(plan, in_plan_order(plan.words, shape), shape.num_ctas, 24)
     now = misses(plan, work_tiles, shape.num_ctas, 24)
     assert now < before / 1.5, (before, now)
@@ -265,9 +265,9 @@ def test_what_fills_no_period_comes_together():
     "options", (AttnOptions(0.3), AttnOptions(0.3, sm_margin=3), AttnOptions(0.3, deterministic=True))
 )
 def test_the_kernel_gets_a_list(options, monkeypatch):
-    """With steps of 80, here from 4 queries a key on, and no deterministic order; there are four SMs."""
+    """With m-blocks of 80, here from 4 queries a key on, and atomic dq; there are four SMs."""
     is_wide = lambda slices, q_shape, *_: q_shape[2] > 64 and slices.area >= 4 * 32  # noqa: E731
-    monkeypatch.setattr(backward_steps, "select_block_m", lambda *a: 80 if is_wide(*a) else 64)
+    monkeypatch.setattr(schedule_module, "select_block_m", lambda *a: 80 if is_wide(*a) else 64)
     ffa, simulator = backend()
     slices = [Mask.causal(32).slices, Mask.varlen(list(range(0, 33, 2))).slices]
     for known in slices:
@@ -282,25 +282,25 @@ def test_the_kernel_gets_a_list(options, monkeypatch):
     rows = rows_of(memory(simulator.backward_calls[0].plan + 4 * at, (len(wide.tiles) * 2 * 8,), (1,), np.int32))
     assert is_complete(rows, len(wide.tiles), 2)
     # halves of heads
-    assert rows[:, 2].tolist() == [EARLY if 2 * i < 4 - options.sm_margin else 0 for i in range(4)]
+    assert rows[:, 2].tolist() == [TRAVERSAL_WRAP if 2 * i < 4 - options.sm_margin else 0 for i in range(4)]
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_units_at_the_end_are_split_as_the_library_asks(seed):
+def test_work_tiles_at_the_end_are_split_as_the_library_asks(seed):
     """All parts of each, first parts of all before second ones; the others as without."""
     rng = np.random.default_rng(seed)
     slices = SliceTable(random_slices(rng, 900, 1300, max_slices=8))
     plan = plan_of(slices, 900, 1300)
     heads, parts = int(rng.integers(1, 5)), int(rng.integers(2, 9))
-    num_units = len(plan.tiles) * heads
-    num_tail = int(rng.integers(0, num_units + 1))
+    num_work_tiles = len(plan.tiles) * heads
+    num_tail = int(rng.integers(0, num_work_tiles + 1))
     shape = WorkTileShape(heads, 8, 40, 40, by_document=bool(seed % 2))
     whole, split = (
         with_work_tiles(plan.words, shape._replace(tail=tail))[len(plan.words) :].reshape(-1, 8)
         for tail in ((0, 1), (num_tail, parts))
     )
-    kept = num_units - num_tail
-    assert len(whole) == num_units and len(split) == kept + num_tail * parts, seed
+    kept = num_work_tiles - num_tail
+    assert len(whole) == num_work_tiles and len(split) == kept + num_tail * parts, seed
     assert np.array_equal(split[:kept], whole[:kept]), seed
     ends = split[kept:].reshape(parts, num_tail, 8)
     for part in range(parts):
@@ -312,7 +312,7 @@ def test_units_at_the_end_are_split_as_the_library_asks(seed):
 @pytest.mark.parametrize("margin", (0, 3))
 def test_a_call_that_takes_a_work_list_gets_one_where_the_host_knows_the_mask(margin, monkeypatch):
     """The list has the call's heads, and as many CTAs as the call may use of four SMs."""
-    monkeypatch.setattr(backward_steps, "select_block_m", lambda *_: 80)
+    monkeypatch.setattr(schedule_module, "select_block_m", lambda *_: 80)
     ffa, simulator = backend()
     simulator.takes_list = True
     case = Case(Mask.causal(32).slices, 32, 32, AttnOptions(0.3, sm_margin=margin), heads=(8, 2), dims=(128, 128))
@@ -328,4 +328,4 @@ def test_a_call_that_takes_a_work_list_gets_one_where_the_host_knows_the_mask(ma
 
 def test_a_list_needs_no_tiles():
     words = with_work_tiles(plan_of(SliceTable([]), 10, 300).words, FEW)
-    assert is_complete(units_of(words, 3), 3, 3)
+    assert is_complete(work_tiles_of(words, 3), 3, 3)

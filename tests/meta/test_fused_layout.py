@@ -22,11 +22,11 @@ def positions(plan, rank: int) -> np.ndarray:
 
 def check_interleaving(parts, part) -> None:
     """Groups are sent one after another, and within a group every reader gets its share all the time."""
-    signals, turns = part.signals, part.transfers[:, 0]
+    signals, sent_order = part.signals, part.transfers[:, 0]
     of_slot = np.array([group_of_slot(parts[rank], signal) for rank, signal, _, _ in signals.tolist()], dtype=int)
-    assert (np.diff(of_slot) >= 0).all() and (np.diff(of_slot[turns]) >= 0).all()
+    assert (np.diff(of_slot) >= 0).all() and (np.diff(of_slot[sent_order]) >= 0).all()
     for group in np.unique(of_slot):
-        mine = turns[of_slot[turns] == group]
+        mine = sent_order[of_slot[sent_order] == group]
         for signal in np.flatnonzero(of_slot == group):
             sent = np.cumsum(mine == signal)
             even = sent[-1] * np.arange(1, len(mine) + 1) / len(mine)

@@ -48,14 +48,14 @@ def test_names_are_there(path: Path) -> None:
 
 def test_what_is_not_there_is_found() -> None:
     source = """
-from magi_attention.kernels.ffa import backward as ffa_bwd
+from magi_attention.kernels.ffa import backward as ffa_backward
 from magi_attention.kernels.ffa.backend import FfaBackend
 def test(monkeypatch):
-    monkeypatch.setattr(ffa_bwd, "select_schedule", None)
-    monkeypatch.setattr(ffa_bwd, "_begin", None)
-    ffa_bwd.steps, ffa_bwd.select_schedule = 1, FfaBackend.forward
+    monkeypatch.setattr(ffa_backward, "select_schedule", None)
+    monkeypatch.setattr(ffa_backward, "_begin", None)
+    ffa_backward.steps, ffa_backward.select_schedule = 1, FfaBackend.forward
     return FfaBackend.backwards
 """
-    assert missing(source) == ["FfaBackend.backwards", "ffa_bwd._begin", "ffa_bwd.steps"]
+    assert missing(source) == ["FfaBackend.backwards", "ffa_backward._begin", "ffa_backward.steps"]
     with pytest.raises(ModuleNotFoundError, match="ffa_bwds"):
         missing("from magi_attention.kernels import ffa_bwds")

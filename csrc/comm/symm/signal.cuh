@@ -31,10 +31,10 @@ __device__ __forceinline__ bool has_failed(uint32_t timeout_ms, int32_t* failed_
 }
 
 // Until *word is at least `target`, counting modulo 2^32. `awaited` is who is waited for. Looks
-// seldom, because many looks at one word slow down who writes it and whoever writes near it. The
-// failed_peer word is in host memory: it is looked at once a millisecond, and never in a shorter
-// wait. Read by a hundred CTAs that begin to wait, it stopped whatever the ranks sent for 100 us
-// each time.
+// seldom, because many looks at one word slow down who writes it and whoever writes near it.
+// *failed_peer is in host memory: it is looked at once a millisecond, and never in a shorter wait.
+// Read by a hundred CTAs that begin to wait, it stopped whatever the ranks sent for 100 us each
+// time.
 __device__ __forceinline__ void wait_for_word(const uint32_t* word, uint32_t target,
                                               uint32_t timeout_ms, int32_t* failed_peer,
                                               int awaited) {
@@ -75,7 +75,7 @@ __device__ __forceinline__ void release_buffer(const magi_symm_buffer& buffer, i
   if (threadIdx.x == 0) *symm_word(buffer.own, MAGI_SYMM_EPOCH) = epochs;
 }
 
-// The same for a buffer into which this rank put_buffer: when all of that is on its way.
+// The same for a buffer into which this rank puts: when all of its puts are done.
 __device__ __forceinline__ void release_put_buffer(const magi_symm_buffer& buffer, int rank,
                                                    int world, uint32_t timeout_ms,
                                                    int32_t* failed_peer) {

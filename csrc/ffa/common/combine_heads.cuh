@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Adds up dk and dv where the query heads of all tiles are shared out among work tiles, which leave
-// a part each.
+// Combines dk and dv where the query heads of all tiles are split among work tiles, each of which
+// leaves a part.
 #pragma once
 
 #include "ffa/common/ptx/dependent_launch.cuh"

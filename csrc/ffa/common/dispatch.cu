@@ -83,9 +83,9 @@ magi_status magi_ffa_fwd_tile(int32_t dtype, int32_t heads_q, int32_t heads_kv, 
   p.head_dim_v = head_dim_v;
   p.dtype = dtype;
   MAGI_RETURN(magi::narrowest(p, "forward", &kernel));
-  const int32_t fragment = heads_q / heads_kv;
+  const int32_t group_size = heads_q / heads_kv;
   *num_groups = magi::fwd_tile_groups(kernel.head_dim_v);
-  *pack = 64 % fragment == 0 ? fragment : 1;
+  *pack = 64 % group_size == 0 ? group_size : 1;
   *tile_tokens = 64 * *num_groups / *pack;
   return MAGI_OK;
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of the output: where they lie, sinks that join them, and what is written where a plan does
-// not fit. P is what a forward kernel is launched with.
+// Rows of the output: where they lie, sinks that are merged into them, and what is written where a
+// plan does not fit. P is what a forward kernel is launched with.
 #pragma once
 
 #include "ffa/common/scores.cuh"

@@ -6,7 +6,7 @@
 
 namespace magi {
 
-// Linear index of a work tile, whose parts are not counted -> (rank in the cost order, head
+// Linear index of a work tile, whose parts are not counted -> (index in the cost order, head
 // unit). Inside an L2 group of heads the heaviest tiles of all its heads come first; L2 groups
 // follow one another so that what their CTAs read stays in L2.
 template <typename P>
@@ -45,7 +45,8 @@ __device__ __forceinline__ int parts_of(const P& p, int order_idx, int num_block
   return order_idx < p.split_tiles ? min(p.max_parts, max(1, num_blocks / p.split_blocks)) : 1;
 }
 
-// The tile of that rank. The heads that come first may take their tiles in an order of their own.
+// The tile of that order index. The heads that come first may take their tiles in an order of their
+// own.
 template <typename P>
 __device__ __forceinline__ int tile_of(const P& p, int order_at, int first_order_at, int work_tile,
                                        int order_idx) {

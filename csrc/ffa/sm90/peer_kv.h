@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the kernels are dq_queue of keys of other ranks.
+// What the kernels need to know of keys of other ranks.
 #pragma once
 
 #include <climits>

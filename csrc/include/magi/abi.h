@@ -135,11 +135,11 @@ MAGI_EXPORT int32_t magi_ffa_has_variant(int32_t kind, int32_t dtype, int32_t he
  * -----------------------------------------------------------------------------
  *
  * Attention over keys in two places, in one launch: `local_keys` keys of k and v, and `rows` keys
- * that other ranks put into this rank's box (include/magi/symm.h) meanwhile. In the plan's
+ * that other ranks put into this rank's buffer (include/magi/symm.h) meanwhile. In the plan's
  * coordinates, so also in total_k, local keys come first, remote ones from `base` on, in tiles of
  * 128 rows that have one owner each; between them nothing is seen. Before the kernel reads a tile
- * it waits for the stage of the box that it came by. magi_ffa_fwd_remote and magi_ffa_bwd_remote of
- * include/magi/symm.h launch it.
+ * it waits for the arrival signal of the tile's stage. magi_ffa_fwd_remote and magi_ffa_bwd_remote
+ * of include/magi/symm.h launch it.
  */
 
 /* Memory that all ranks can address, as one rank sees it. */
@@ -159,7 +159,7 @@ typedef struct {
   uint32_t timeout_ms; /* as in include/magi/symm.h */
   int32_t num_signals;
   int32_t reserved;
-  magi_symm_buffer buffer; /* whose control words tell what has arrived; the forward ends this use
+  magi_symm_buffer buffer; /* its control words say what has arrived; the forward ends this epoch
                               of it, into which this rank put */
   const void *k,
       *v; /* (rows, heads_kv, d) and (rows, heads_kv, dv), contiguous, multiples of 16 bytes */

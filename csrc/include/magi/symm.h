@@ -4,16 +4,23 @@
  * can address, at the same layout everywhere. Ranks write rows straight into each other's buffers;
  * a word per sender says when its rows are all there.
  *
- * A buffer begins with control words of 32 bits, one in each 32 bytes, zeroed once by the caller on
- * all ranks before any epoch: arrived[i]  of signal i, which belongs to one sender: its rows of
- * epoch n are here when this is >= n (mod 2^32) free[r]     written by rank r: of its buffer,
- * epochs up to this one are over, so it may be written again epochs        epochs of this buffer
- * that are over put_buffer      epochs for which this rank's own rows have left left[i] transfers
- * of this rank's own signal i that are done; 0 between epochs ctas        CTAs that are done; 0
- * between epochs taken       the same of magi_symm_unpack and magi_symm_recv_reduce next transfers
- * that CTAs have asked for beyond their first; 0 between epochs Data follows at
- * magi_symm_control_bytes(world). Counters live in memory, not in arguments, so launches may be
- * captured in a graph and replayed. Every rank makes the same sequence of epochs.
+ * A buffer begins with control words of 32 bits, one in each 32 bytes. The caller zeroes them once
+ * on all ranks before any epoch; their offsets are macros below:
+ * - MAGI_SYMM_EPOCH: epochs of this buffer that are over.
+ * - MAGI_SYMM_PUT_DONE: epochs for which this rank's own rows have left.
+ * - MAGI_SYMM_REDUCE_CTAS: CTAs of magi_symm_reduce that are done; 0 between epochs.
+ * - MAGI_SYMM_CREDIT: written by rank r. Epochs of r's buffer up to this one are over, so it may be
+ *   written again.
+ * - MAGI_SYMM_SIGNAL: belongs to one sender. Its rows of epoch n are here when this is >= n
+ *   (mod 2^32).
+ * - MAGI_SYMM_SENT: transfers of this rank's own signal that are done; 0 between epochs.
+ * - MAGI_SYMM_UNPACK_CTAS: CTAs of magi_symm_unpack and magi_symm_recv_reduce that are done; 0
+ *   between epochs.
+ * - MAGI_SYMM_NEXT_TRANSFER: transfers that CTAs have asked for beyond their first; 0 between
+ *   epochs.
+ *
+ * Data follows at magi_symm_control_bytes(world). Counters live in memory, not in arguments, so
+ * launches may be captured in a graph and replayed. Every rank makes the same sequence of epochs.
  *
  * A wait that lasts longer than timeout_ms stores 1 + the rank waited for into *failed_peer, if
  * that is 0, and goes on; so does every wait of a millisecond while *failed_peer is not 0. An
@@ -85,7 +92,7 @@ MAGI_EXPORT magi_status magi_symm_put(const magi_symm_put_params* params);
 MAGI_EXPORT magi_status magi_ffa_fwd_remote(const magi_ffa_fwd_params* params,
                                             const magi_ffa_remote* remote,
                                             const magi_symm_put_params* put, void* event);
-/* Gradients are of 16 bits, dk and dv (local_keys, heads_kv, d), and not accumulated. Uses of
+/* Gradients are of 16 bits, dk and dv (local_keys, heads_kv, d), and not accumulated. Epochs of
  * buffers are ended by magi_symm_reduce. */
 MAGI_EXPORT magi_status magi_ffa_bwd_remote(const magi_ffa_bwd_params* params,
                                             const magi_ffa_remote* remote,

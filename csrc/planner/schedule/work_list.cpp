@@ -4,7 +4,7 @@
 //
 // CTAs that work at the same time should read the same blocks of queries, or Q, dO and dq come from
 // device memory several times. A tile with the end of one document and the start of the next is
-// best cut there: each side then runs beside the other tiles of its document. Some heads of the
+// best split there: each side then runs with the other tiles of its document. Some heads of the
 // longest tiles run beside nothing of their kind, which costs some 20%; it pays where one tile
 // would be at work when all others are through. Heads of shorter tiles fill the gaps.
 #include <exception>

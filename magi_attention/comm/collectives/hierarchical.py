@@ -35,7 +35,7 @@ from magi_attention.errors import ContractError
 class NodeLevels:
     """The nodes of a group of ranks, and the group of the ranks of this one's node, in the same order.
 
-    Where no process group of a node is at hand, ``intra`` is a ``PartTransport``: rows inside the nodes then follow
+    Where there is no process group of a node, ``intra`` is a ``PartTransport``: rows inside the nodes then follow
     those between nodes on one communicator, while a group of their own would let them travel at the same time.
     """
 

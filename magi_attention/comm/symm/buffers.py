@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Boxes: memory of every rank that all ranks of one NVLink domain can address.
+"""Symmetric buffers: memory of every rank that all ranks of one NVLink domain can address.
 
 ``csrc/include/magi/symm.h`` has the protocol. The memory is torch's symmetric memory; a buffer grows when a plan
 needs more, which is collective, and never shrinks.

@@ -77,9 +77,9 @@ class OrderedStreams:
 
     @contextmanager
     def next(self, is_beside: bool) -> Iterator[OrderedStream]:
-        """Work inside follows all turns before, and what the current stream was given so far.
+        """Work inside follows that of all blocks before, and what the current stream was given so far.
 
-        While a graph is captured all turns are on the stream of the capture: events of other streams are none of it.
+        While a graph is captured all work is on the stream of the capture: events of other streams are no part of it.
         """
         current = torch.cuda.current_stream(self._device)
         if torch.cuda.is_current_stream_capturing():

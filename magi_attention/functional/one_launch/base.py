@@ -17,7 +17,7 @@ from magi_attention.meta.fused_layout import RankLayout
 
 # Rough figures: when a put begins, and the speed of one multiprocessor, forward and backward.
 _START_SECONDS, _FLOPS, _FLOPS_BACKWARD = 1e-5, 5e12, 4.3e12
-_L2_GROUP_BYTES = 33 * 2**20  # of keys and values of the heads that are worked on at a time: fwd/launch.cuh
+_L2_GROUP_BYTES = 33 * 2**20  # keys and values of an L2 group of heads: kL2GroupBytes of common/fwd_scalars.h
 
 
 @dataclass(frozen=True)

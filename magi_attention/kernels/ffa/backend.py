@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The CUDA kernels as a backend, ``"ffa"``: flexible flash attention on NVIDIA GPUs.
 
-Each GPU family has a library of its own (``native.families``); which one runs is told by the GPU of the operands.
+Each GPU family has a library of its own (``native.families``); the GPU of the operands decides which one runs.
 
 Strides are honoured if the copy engine can: last dim 1, others multiples of 8 elements, base address a multiple
 of 16 bytes. Other inputs are copied first; one log line says so.

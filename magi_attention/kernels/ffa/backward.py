@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Backward launches of the CUDA kernels: gradients from the inputs, out, lse and the gradient of out.
 
-The plan is that of the transposed mask. dk and dv are written once by whoever owns the keys; dq is summed in
-float32 in the workspace, in no fixed order unless ``deterministic`` is asked for. The workspace holds that sum, as
-many floats as q has values on padded heads, so it is taken from torch's allocator for each call and given back, not
-kept. As in the forward, what depends on shapes alone is prepared once, and layouts that the copy engine cannot
+The plan is that of the transposed mask. dk and dv are written once, by the CTA that has the keys; dq is summed in
+float32 in the workspace (``dq_accum``), in no fixed order unless ``deterministic`` is asked for. That takes as many
+floats as q has values on padded heads, so the workspace is taken from torch's allocator for each call and given back,
+not kept. As in the forward, what depends on shapes alone is prepared once, and layouts that the copy engine cannot
 follow are copied.
 """
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The short way of a public function: calls that ran before are launched again by native code.
+"""The launch cache of a public function: calls that ran before are launched again by native code.
 
-``KnownCalls.find`` takes the arguments of the function and gives its result, or None: then the function goes its usual
-way, with all its checks, and afterwards tells ``remember``, which keeps what a launch needs. The memo itself is the
-native module ``_magi_host`` (``csrc/python``); without it nothing is ever known, and one log line says why.
+``KnownCalls.find`` takes the arguments of the function and gives its result, or None. Then the function takes its usual
+path, with all its checks, and afterwards calls ``remember``, which keeps what a launch needs. The cache itself is the
+native module ``_magi_host`` (``csrc/python``); without it nothing is cached, and one log line says why.
 
-A call is known if nothing that the usual way looks at has changed: plain tensors (no subclass) of the same shapes,
+A call is known if nothing that the usual path looks at has changed: plain tensors (no subclass) of the same shapes,
 strides, dtypes and device, no gradient wanted, the same options, the very same mask tensors unedited, the same stream,
 no CUDA graph being captured, no mode or transform of torch active (``torch.set_default_device`` is one), the same
 environment. Entries go when a tensor of their mask does.

@@ -32,7 +32,7 @@ class RemoteMask:
     done.
 
     Pad rows of the buffer hold zeros and the copy engine fills the gap with them, so unlike local keys that no query
-    sees they need no clearing: the plans are told so.
+    sees they need no clearing: the plans say so.
     """
 
     def __init__(

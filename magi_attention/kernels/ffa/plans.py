@@ -45,7 +45,7 @@ class RangeTensors(NamedTuple):
 
 class PlanShape(NamedTuple):
     """What of a call a plan depends on, besides the mask. The tiles of a transposed plan are of keys; ``schedule`` says
-    which one lies behind it, made on the host: the work tiles of wide steps, or a work list. ``head_units`` of a
+    which one lies behind it, made on the host: the work tiles of m-blocks of 80, or a work list. ``head_units`` of a
     forward: how often each tile is worked on."""
 
     total_q: int

@@ -14,7 +14,7 @@ import torch
 
 from magi_attention.env import build as env
 from magi_attention.kernels.ffa.operands import DTYPES, dense, stride_fields
-from magi_attention.kernels.index_attn.backward_choice import keeps_keys
+from magi_attention.kernels.index_attn.backward_choice import is_key_stationary
 from magi_attention.kernels.index_attn.forward_choice import copies_blocks
 from magi_attention.kernels.index_attn.types import IndexProblem, PreparedIndices
 from magi_attention.native.families import SM90
@@ -23,7 +23,7 @@ from magi_attention.native.loader import load, why_absent
 
 SHARES_BYTES = 1 << 29  # that a deterministic backward leaves in memory at a time, where a list does not need more
 MOST_SHARES_BYTES = 1 << 31
-HEAD_SPLITS = 2  # parts of the query heads of a kv head, by which the backward that keeps keys walks all tiles
+HEAD_SPLITS = 2  # parts of the query heads of a kv head, in which the key-stationary backward takes all tiles
 
 
 class IndexFfa:
@@ -98,7 +98,7 @@ class IndexFfa:
         out, lse = dense(out.to(q.dtype)), lse.contiguous()
         if delta is not None:
             delta = delta.to(torch.float32).contiguous()
-        by_keys = "v" in operands and keeps_keys(problem, lists)
+        by_keys = "v" in operands and is_key_stationary(problem, lists)
         run = self._backward_by_keys if by_keys else self._backward_by_queries
         dq, grads = run(problem, operands, out, lse, lists, delta)
         if problem.has_v:

@@ -33,7 +33,7 @@ class ExchangeCalls:
         self._check(self._library.magi_comm_put(params), "Putting rows")
 
     def relay(self, params: comm_abi.CommRelayParams) -> None:
-        """The same beside the next kernel of the stream, which is told what has arrived."""
+        """The same while the next kernel of the stream runs, which gets a signal of what has arrived."""
         self._check(self._library.magi_comm_relay(params), "Putting rows beside attention")
 
     def wait(self, params: comm_abi.CommWaitParams) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One-sided transfers over NVSHMEM: joins the processes of a group, hands out symmetric memory, puts with a signal.
+"""One-sided transfers over NVSHMEM: joins the processes of a group, allocates symmetric memory, puts with a signal.
 
 The library holds NVSHMEM's device half; the host half is ``libnvshmem_host.so.3`` of the installed package. That is
 loaded by its full path, never by a search, and its version is compared: two halves that do not go together hang rather

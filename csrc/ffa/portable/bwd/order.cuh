@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The deterministic order in which tiles add to dq: by their numbers. A semaphore for each head and
 // block of queries holds 1 + the last tile that has added. A tile waits until the nearest tile of
-// lower number that visits the block has done so.
+// lower number that contributes to the block has done so.
 #pragma once
 
 #include "ffa/common/ptx/atomics.cuh"

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The five products of a step of the backward, each shared out among the warps of a CTA.
+// The five products of a step of the backward, each divided among the warps of a CTA.
 #pragma once
 
 #include "ffa/portable/bwd/config.h"

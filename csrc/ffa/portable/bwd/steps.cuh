@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The way of a CTA through a work tile of the backward: for each query head, segment by segment,
-// the blocks of queries from the last to the first. One warp goes ahead from segment to segment and
-// leaves them in shared memory.
+// How a CTA iterates over a work tile of the backward: for each query head, segment by segment, the
+// blocks of queries from the last to the first. One warp prefetches the segments into shared
+// memory.
 #pragma once
 
 #include <climits>

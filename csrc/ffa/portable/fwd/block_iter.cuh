@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The way of a CTA through the key blocks of a work tile: segment by segment, from the right. One
-// warp goes ahead; where it is lies in shared memory, because the arithmetic has no registers left.
+// How a CTA iterates over the key blocks of a work tile: segment by segment, from the right. One
+// warp goes ahead; its position lies in shared memory, because the arithmetic has no registers
+// left.
 #pragma once
 
 #include "ffa/common/part.cuh"

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Joins the parts of a tile that is cut along the keys. Each part leaves its unfinished output in
-// the workspace; the part that arrives last combines all of them, in the order of the keys whoever
-// it is, so that results do not depend on timing.
+// Combines the parts of a tile that is split along the keys. Each part leaves its unfinished output
+// in the workspace. The part that arrives last combines all of them, always in the order of the
+// keys, so that results do not depend on timing.
 #pragma once
 
 #include "ffa/common/softmax.cuh"

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// FFA forward for any GPU from sm_80 on. A CTA takes a query tile at a time and walks all key
-// intervals of its segments, accumulating in registers; the output is written once (tiles that are
-// cut along the keys are combined first, see fwd/combine.cuh). K and V of a block are copied while
-// the other one is multiplied.
+// FFA forward for any GPU from sm_80 on. A CTA takes a query tile at a time and iterates over all
+// key intervals of its segments, accumulating in registers; the output is written once (tiles that
+// are split along the keys are combined first, see fwd/combine.cuh). K and V of a block are copied
+// while the other one is multiplied.
 #pragma once
 
 #include "ffa/common/dropout.cuh"

@@ -31,7 +31,7 @@ struct BwdConfig {
   // dq is summed in an order that does not depend on time, or after a first one that stores: see
   // bwd/schedule/semaphore_targets.cuh.
   static constexpr bool kSemaphored = kSemaphored_;
-  // Where a block of queries has one contribution only its dq may be rounded and written at once.
+  // Where a block of queries has a single contribution, its dq may be rounded and written at once.
   static constexpr bool kDirectStore = kSemaphored && !kIsGeneral;
   // Registers hold dk and dv of a work tile up to 320 columns together. Above that a tile is two
   // work tiles: pass 0 makes dk and dq, pass 1 makes dv.
@@ -71,14 +71,14 @@ struct BwdConfig {
                                  : kD > 128           ? 1
                                  : kSemaphored        ? 2
                                                       : 3;  // of Q and dO
-  // Lanes that add dq in order, each every second step: one alone takes longer for an addition than
-  // a step takes, but for head dims above 128, whose steps are longer. They need to know of a step
-  // for longer than its words stay, so there are places for what they are told.
+  // Lanes that add dq in semaphore order. One addition takes longer than a step, so two lanes take
+  // every second step each; above head dim 128 steps are longer and one lane keeps up. The lanes
+  // still need a step's words when its stage of Q is refilled, so these have a ring of their own.
   static constexpr int kDqStoreLanes = kSemaphored && kD <= 128 ? 2 : 1;
   static constexpr int kDqQueueStages =
       kSemaphored ? 2 * kStages
-                  : kStages;  // those of others are not used, but keep offsets as they were timed
-  // That say dq is there: of each share, or of every second step.
+                  : kStages;  // unused without semaphores; it keeps the offsets that were timed
+  // Barriers that say dq is there: one for each fragment, or for every second step.
   static constexpr int kFullBarriers = kDqStoreLanes == 2 ? 2 : kDqFragments;
   static constexpr int kThreads = 128 * (kGroups + 1);
   static constexpr int kConsumerWarps = 4 * kGroups;
@@ -138,22 +138,21 @@ struct BwdConfig {
   static_assert(kSmemBytes <= 227 * 1024, "more shared memory than a multiprocessor gives one CTA");
 };
 
-// The layout of the sum that becomes dq, in float32: blocks of queries x 64 columns of one head,
-// each in the order in which an accumulator lies in the registers of a warpgroup, so that whole
-// lines are added.
+// The layout of dq_accum, in float32: blocks of queries x 64 columns of one head, each in the order
+// in which an accumulator lies in the registers of a warpgroup, so that whole lines are added.
 constexpr int dq_block_floats(int queries) { return queries * 64; }
 constexpr int kMaxWave = 256;    // tiles, see bwd/schedule/semaphore_targets.cuh
 constexpr int kMaxTimed = 1024;  // tiles
 constexpr int kTicks = 32;       // of expected time: one block
-// In deterministic order: from so few query heads of a work tile on all work tiles walk backwards,
-// if so many tiles for each of them are in work at the same time.
+// In deterministic order all work tiles descend if they have at most so many query heads, and so
+// many tiles for each of these are in work at the same time.
 constexpr int kFewHeads = 4, kManyTiles = 8;
 constexpr int kLargeL2Groups =
     2;  // query heads of a work tile up to which L2 groups are twice as large, then
-constexpr int kListedHeadSplits = MAGI_LIST_SPLITS;  // of a listed tile that is split by heads
-constexpr int kMaxHeadSplits = 128;  // among which the query heads of a tile are shared out
+constexpr int kListedHeadSplits = MAGI_LIST_SPLITS;  // of a work list's tile, split by heads
+constexpr int kMaxHeadSplits = 128;                  // of the query heads of a tile
 constexpr int kTailParts =
-    8;  // at most, of a work tile of the last round, or that the caller splits
+    8;  // at most, of a work tile of the last wave, or that the caller splits
 constexpr int kMaxPartials =
     2048;  // more than there are work tiles whose parts leave dk and dv in the workspace
 constexpr int kMaxWorkList = 512;  // tiles of kv heads
@@ -162,12 +161,12 @@ constexpr int kBwdCounters = 32;   // int32 words at the start of the workspace
 // order); and with a work list how many groups of warps of the kernel that prepares the rows are
 // through (bwd/rows/preprocess_work_list.cuh).
 constexpr int kPlaceWord = 2, kPreparedWord = 3;
-// Where visits to blocks are counted: what is made of the plan before the main kernel is kept by
-// the caller up to so many bytes. More belongs to calls of which it takes a hundredth and less.
+// Where contributions are counted, the caller keeps what is made of the plan ahead of the main
+// kernel, up to so many bytes. In calls that need more, making it takes a hundredth of the time.
 constexpr int64_t kMostKeptOrder = 4 << 20;
 constexpr int kRowThreads = 256;
-// In the words of a step, in order: no other visit adds to its block, so dq is rounded and written
-// at once. Behind the head.
+// In the words of a step, with semaphores: the step is the only contribution to its block, so dq is
+// rounded and written at once. The flag lies above the head.
 constexpr int kDirectStoreBit = 1 << 19;
 constexpr int stat_floats(int queries) {
   return 2 * queries;

@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // FFA backward for sm_90a. A CTA takes a tile of 128 keys of one kv head and visits all queries
 // that see it, of all query heads in the group: dk and dv stay in registers and are written once,
-// without atomics. dq is summed in float32 in L2: by vector reductions straight from the registers,
-// by bulk copies where steps are wide (kIsWide: 80 or 128 queries in place of 64),
-// or by bulk copies in a fixed order or after a first one that stores (kSemaphored, see
-// bwd/schedule/semaphore_targets.cuh). Or it is written at once, where nobody else adds to a block
-// (kDirectStore).
+// without atomics. dq is summed in float32 in L2:
+// * by vector reductions straight from the registers;
+// * by bulk copies in m-blocks of 80 or 128 queries in place of 64 (kIsWide);
+// * by bulk copies in a fixed order, or after the first writer's store (kSemaphored, see
+//   bwd/schedule/semaphore_targets.cuh).
+// Where a block has a single contribution it is written at once (kDirectStore).
 #pragma once
 
 #include "ffa/sm90/bwd/epilogue.cuh"

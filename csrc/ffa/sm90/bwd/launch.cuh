@@ -111,7 +111,7 @@ template <typename T>
 magi_status combine_split_work_tiles(const magi_ffa_bwd_params& a, const BwdKernelParams& k,
                                      int sms) {
   return launch_last(a, bwd_combine_partials<T>, dim3(8 * sms), combine_partials_params(a, k),
-                     "launching the sum of the parts of split work_tiles");
+                     "launching the sum of the partials of split work tiles");
 }
 
 template <typename C>

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The main loop of the backward kernel: a consumer warpgroup walks the steps of a work tile. A step
-// is one block of queries of one head. What the step is, the copying lane has left in shared
+// The main loop of the backward kernel: a consumer warpgroup iterates over the steps of a work
+// tile. A step is one block of queries of one head. The producer lane has described it in shared
 // memory.
 //
 // The scores are transposed: rows are the warpgroup's 64 keys, columns the queries of the step. So

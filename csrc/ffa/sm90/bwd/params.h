@@ -16,8 +16,8 @@ namespace magi {
 // With a work list: what is through, so that the last kernel can begin with what is complete. See
 // bwd/rows/completion.cuh.
 struct BwdCompletion {
-  int32_t* left;  // (tile, kv head, part): work tiles that are not through; whole ones and sides of
-                  // a cut count for all parts
+  int32_t* left;  // (tile, kv head, part): work tiles that are not complete; whole ones and those
+                  // split along the queries count for all parts
   int32_t* prepared;  // (block of queries, kv head): query heads that are prepared
 };
 
@@ -91,8 +91,8 @@ struct BwdRowParams {
   // An earlier call of the plan has made order, semaphore targets, contributions_of_block,
   // direct_dq_store and summed.
   int32_t order_is_made;
-  int32_t* order;  // flags of the plan, the cost of each rank, the expected start of each work tile
-                   // of an L2 group by each table, in ticks
+  int32_t* order;  // flags of the plan, the cost of each tile by order index, the expected start of
+                   // each work tile of an L2 group by each table, in ticks
   int2* contributions_of_block;  // how many there are, and a number that grows with the time at
                                  // which the last one is expected
   int32_t first_writer;  // as in BwdKernelParams: semaphore targets are counted and not given out

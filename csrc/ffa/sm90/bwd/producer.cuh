@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The feeding side of the backward kernel: a lane of warpgroup 0 that says what each step is and
-// copies its Q and dO; and the copies of K and V. Beside it others schedule work tiles
-// (bwd/producer/work_tiles.cuh), add dq (bwd/producer/dq_store.cuh) and clear rows
+// The producer of the backward kernel: a lane of warpgroup 0 that describes each step and copies
+// its Q and dO; and the copies of K and V. Other lanes of the warpgroup schedule work tiles
+// (bwd/producer/work_tiles.cuh), store dq (bwd/producer/dq_store.cuh) and clear rows
 // (bwd/producer/row_guard.cuh).
 #pragma once
 
@@ -70,8 +70,8 @@ __device__ __forceinline__ void wait_until_prepared(const BwdKernelParams& p,
   if (load_acquire(p.workspace + kPreparedWord) == p.prepare_groups) sts_int(smem.prepared(), 1);
 }
 
-// Where a lane is among the steps: in the ring of stages and, in order, of the places of what the
-// lanes that add are told, in one register.
+// Where a lane is among the steps, in one register: its place in the ring of stages and, with
+// semaphores, in dq_queue.
 template <typename C>
 struct StepRing {
   Ring<C::kStages> ring;

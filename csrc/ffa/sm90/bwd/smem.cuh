@@ -133,10 +133,13 @@ struct BwdSmem {
   }
 };
 
-// Fourth word of a work tile. From bit 0 on which part of the query heads it has, and with two
-// passes which of dk and dv; or in a partial, with kCutBit, which side of a cut. From kPartialBit
-// on the partial, counted from one; 0 for a whole tile. Between them how it walks its segments: as
-// num_descending of magi_work_tile, or where dq is summed in order as a Traversal and kByHeadBit.
+// Fourth word of a work tile. It has three fields:
+// * from bit 0 on, which part of the query heads the work tile has and, with two passes, which
+// pass;
+//   with kCutBit, which side of a split along the queries;
+// * from kDescendingBit on, how it traverses its segments: num_descending of magi_work_tile, or
+//   where dq is summed in semaphore order a Traversal and kByHeadBit;
+// * from kPartialBit on, its partial, counted from one; 0 for a whole tile.
 template <typename C>
 struct BwdHeadSplit {
   int32_t heads, pass;
@@ -154,25 +157,26 @@ constexpr int kCutBit = 7, kDescendingBit = 8, kPartialBit = 20;
 constexpr int kTraversalBit = 16, kByHeadBit = 18;
 constexpr int kShiftBit = 20;  // in order, in place of a partial: see ordered_shift
 static_assert(kBlocksApart * kMaxWave < 1 << (31 - kShiftBit),
-              "a shift in the word of a work_tile");
+              "an ordered_shift fits into the word of a work tile");
 static_assert(kMaxPartials <= 1 << (31 - kPartialBit),
-              "a partial, counted from one, in the word of a work_tile");
+              "a partial, counted from one, fits into the word of a work tile");
 static_assert(2 * kMaxHeadSplits == 1 << kDescendingBit && kTailParts < 1 << kCutBit &&
                   kDescendingBit + MAGI_TRAVERSAL_BITS == kPartialBit,
-              "parts, a traversal and a partial in one word");
+              "parts, a traversal and a partial have bits of their own");
 
 // What a warpgroup needs to know of a step, in one word: flags, and the stage of the segment.
 constexpr int kMasked = 1, kSegmentEnds = 2, kWorkTileEnds = 4, kSegmentStageBit = 3,
               kStepHeadBit = 4;
-static_assert(kDirectStoreBit == 32768 << kStepHeadBit, "behind the head");
+static_assert(kDirectStoreBit == 32768 << kStepHeadBit, "the flag lies above the head");
 
-// In the number of the block that a share of dq is for: the work tile has no more.
+// Flags beside the number of the block that a dq fragment belongs to. These are the last fragments
+// of the work tile:
 constexpr uint32_t kLastFragments = 1u << 31;
-// And, where lanes are told in order, that this is the only contribution of its block: as many
-// blocks as that bit counts are 32 TB of dq.
+// In semaphore order, this is the only contribution to its block. No block number needs the bit: so
+// many blocks would be 32 TB of dq.
 constexpr uint32_t kDirectFragments = 1u << 30;
 static_assert(kWorkTileEnds << 29 == static_cast<int>(kLastFragments) &&
                   kDirectStoreBit << 11 == kDirectFragments,
-              "moved by so many bits");
+              "the flags of a step, shifted, are those of its dq fragments");
 
 }  // namespace magi

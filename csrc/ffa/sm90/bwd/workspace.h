@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How a backward is cut into work tiles, and what its workspace holds. Host side, without CUDA:
+// How a backward is divided into work tiles, and what its workspace holds. Host side, without CUDA:
 // tests compile it for machines that have none.
 #pragma once
 
@@ -43,7 +43,7 @@ struct BwdSplit {
   }  // of one part of all
 };
 
-// For the last round of wide steps, whose work tiles the host lists.
+// The split of the last wave of wide steps, whose work tiles the host lists.
 template <typename C>
 BwdSplit bwd_last_round(const magi_ffa_bwd_params& a, int sms) {
   const int64_t work_tiles = bwd_num_tiles_of_heads<C>(a), last = work_tiles % sms;
@@ -51,7 +51,7 @@ BwdSplit bwd_last_round(const magi_ffa_bwd_params& a, int sms) {
   const int group = a.heads_q / a.heads_kv;
   int parts = group < kTailParts ? group : kTailParts;
   while (group % parts) --parts;
-  // Parts of a round that are saved; worth the traffic of the parts from 1% of all on.
+  // The split saves so many parts of a wave. From 1% of all on that is worth the parts' traffic.
   const int64_t saved = parts - (last * parts + sms - 1) / sms;
   return last > 0 && 100 * saved * sms >= work_tiles * parts
              ? BwdSplit{static_cast<int>(last), parts}
@@ -70,9 +70,9 @@ inline bool bwd_is_general(const magi_ffa_bwd_params& a) {
   return a.softcap > 0.f || a.has_dropout;
 }
 
-// Whether dq of a block that has one contribution only can be written at once: visits are counted,
-// and it is rounded, with nothing to be added to. The general kernel does not, nor one that splits
-// tiles.
+// Whether dq of a block with a single contribution can be written at once: contributions are
+// counted, and dq is rounded and not added to anything. The general kernel does not, nor does one
+// that splits tiles.
 inline bool bwd_can_store_direct(const magi_ffa_bwd_params& a) {
   return a.dq_mode != MAGI_DQ_ATOMIC && a.grad_dtype != MAGI_FP32 && !a.accumulate &&
          !bwd_is_general(a) && bwd_deterministic_splits(a) == 1;
@@ -98,8 +98,8 @@ bool bwd_has_deterministic_split(const magi_ffa_bwd_params& a, int sms) {
          bwd_tiles(a) <= kMaxTimed;
 }
 
-// How many tiles, if whole tiles have so many work tiles, all of whose work tiles are among the
-// first so many.
+// How many tiles begin at once: all their work tiles are among the first `num_ctas`. A whole tile
+// has `work_tiles` of them.
 inline int bwd_tiles_at_once(const magi_ffa_bwd_params& a, int num_ctas, int work_tiles) {
   const int parts = bwd_deterministic_splits(a), begin = parts > 1 ? a.split_begin : 0,
             split = parts > 1 ? a.split_end - begin : 0;
@@ -109,12 +109,11 @@ inline int bwd_tiles_at_once(const magi_ffa_bwd_params& a, int num_ctas, int wor
   return begin + at_once + (at_once < split ? 0 : left / work_tiles - split * parts);
 }
 
-// As many kv heads that the heaviest tiles of an L2 group, one for each multiprocessor, are half of
-// it. Where that is one L2 group or two, these are alike, or the long tiles of a small one behind
-// the other would end alone; unless all of it is split. Where the caller asks for parts, of all
-// tiles or some, because they are uneven, it is one, so that the longest of all heads come first.
-// Lists of wide steps have the same rule, but for what is split, in
-// magi_attention/kernels/ffa/schedule/work_tiles.py.
+// The kv heads of an L2 group: as many as have `at_once` work tiles together. With two for each SM
+// the heaviest tiles, one for each SM, are half of the group. If that makes two groups, they get
+// the same number of heads, or the long tiles of a small second group would end alone. A small last
+// group is allowed where all of it is split. work_tiles.py has the same rule for the work tiles of
+// wide steps, except for splits (magi_attention/kernels/ffa/schedule).
 template <typename C>
 int bwd_heads_at_once(const magi_ffa_bwd_params& a, int num_head_splits, int sms, int64_t at_once) {
   const int64_t tile_parts = bwd_tiles(a) * num_head_splits, work_tiles = tile_parts * a.heads_kv;
@@ -127,9 +126,11 @@ int bwd_heads_at_once(const magi_ffa_bwd_params& a, int num_head_splits, int sms
   return l2_groups < 2 ? a.heads_kv : (a.heads_kv + 1) / 2;
 }
 
-// In deterministic order, with one or two query heads in a work tile, an L2 group is twice that, as
-// long as all can walk one way: work tiles that begin together at the same blocks wait for each
-// other, and of as many heads there are half as many (docs/log/ffa_backward_turns.md).
+// The kv heads of an L2 group of this call. If the caller splits tiles by query heads, because they
+// are uneven, there is one group, so that the longest tiles of all heads come first. In
+// deterministic order, with one or two query heads in a work tile, the group is twice as large, as
+// long as all its work tiles can descend: those that begin together at the same blocks wait for
+// each other, and with twice the heads half as many do (docs/log/ffa_backward_turns.md).
 template <typename C>
 int bwd_heads_per_l2_group(const magi_ffa_bwd_params& a, int num_head_splits, int sms) {
   if (bwd_tiles(a) * a.heads_kv == 0) return 1;
@@ -197,8 +198,8 @@ int64_t bwd_completion_bytes(const magi_ffa_bwd_params& a) {
   return 4 * a.heads_kv * (kListedHeadSplits * bwd_tiles(a) + bwd_num_m_blocks<C>(a));
 }
 
-// What is made of the plan where visits to blocks are counted, byte offsets: flags of the plan,
-// costs and starts come first. The same in all calls of a plan, so it may be kept.
+// Byte offsets of what is made of the plan where contributions are counted. Flags of the plan,
+// costs and starts come first. All calls of a plan make the same, so it may be kept.
 struct BwdOrder {
   int64_t semaphore_targets, contributions_of_block, summed, direct_dq_store, bytes;
 };

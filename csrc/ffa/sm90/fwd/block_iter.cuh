@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The way of a consumer warpgroup through the key blocks of a work tile.
+// How a consumer warpgroup iterates over the key blocks of a work tile.
 #pragma once
 
 #include "ffa/sm90/fwd/producer.cuh"
@@ -7,11 +7,11 @@
 
 namespace magi {
 
-// The sequence of key blocks of a work tile, as one consumer warpgroup walks it. Inside a segment,
-// from the right: blocks without work for the warpgroup, masked ones, plain ones, masked ones,
-// blocks without work. So a block's kind is told by how many are left, against four thresholds that
-// are worked out once per segment. Few registers: the row intervals stay in the record, which is
-// released when the next segment is entered.
+// The key blocks of a work tile, in the order in which one consumer warpgroup takes them. Inside a
+// segment, from the right: blocks without work for the warpgroup, masked ones, plain ones, masked
+// ones, blocks without work. So the number of blocks left gives the kind of a block, by four
+// thresholds that are computed once per segment. To save registers the row intervals stay in the
+// record, which is released when the next segment is entered.
 template <typename C>
 struct NBlockIter {
   const FwdSmem<C>& smem;

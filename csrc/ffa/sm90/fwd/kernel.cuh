@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// FFA forward for sm_90a. A CTA takes a query tile at a time and walks all key intervals of its
-// segments, accumulating in registers; the output is written once (tiles that are split along the
-// keys are combined first, see fwd/combine.cuh). Warpgroup 0 feeds (a copying lane, a scheduling
-// lane, and a warp that clears V rows which no query sees), the others compute.
+// FFA forward for sm_90a. A CTA takes a query tile at a time and iterates over all key intervals of
+// its segments, accumulating in registers; the output is written once (tiles that are split along
+// the keys are combined first, see fwd/combine.cuh). Warpgroup 0 is the producer (a lane that
+// copies, one that schedules, and a warp that clears V rows which no query sees); the others are
+// consumers.
 #pragma once
 
 #include "ffa/sm90/fwd/products.cuh"

@@ -18,11 +18,11 @@ magi_status fwd_maps(const magi_ffa_fwd_params& a, const magi_ffa_remote* remote
                      FwdKernelParams* k) {
   const CUtensorMapDataType type =
       a.dtype == MAGI_BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
-  const uint64_t work_tiles = k->head_units, pack = a.pack, tq = a.total_q;
+  const uint64_t head_units = k->head_units, pack = a.pack, tq = a.total_q;
   const uint64_t tk = remote != nullptr ? remote->local_keys : a.total_k;
   const uint64_t dq = a.head_dim, dv = a.head_dim_v, hk = a.heads_kv;
   const uint32_t tile_tokens = a.tile_tokens, group_tokens = 64 / a.pack;
-  MAGI_RETURN(encode_map(&k->q_map, type, a.q, {dq, pack, tq, work_tiles},
+  MAGI_RETURN(encode_map(&k->q_map, type, a.q, {dq, pack, tq, head_units},
                          {2 * a.q_stride_head, 2 * a.q_stride_token, 2 * a.q_stride_head * a.pack},
                          {64, (uint32_t)pack, tile_tokens, 1}, "q"));
   // Remote keys have maps of one size.
@@ -38,7 +38,7 @@ magi_status fwd_maps(const magi_ffa_fwd_params& a, const magi_ffa_remote* remote
   MAGI_RETURN(remote_keys(remote, a.total_k, type, dq, dv, hk, C::kBlockN, &k->remote));
   if (!k->out_is_float)
     MAGI_RETURN(
-        encode_map(&k->out_map, type, a.out, {dv, pack, tq, work_tiles},
+        encode_map(&k->out_map, type, a.out, {dv, pack, tq, head_units},
                    {2 * a.out_stride_head, 2 * a.out_stride_token, 2 * a.out_stride_head * a.pack},
                    {64, (uint32_t)pack, group_tokens, 1}, "out"));
   else if (reinterpret_cast<uintptr_t>(a.out) % 8 || a.out_stride_token % 2 ||

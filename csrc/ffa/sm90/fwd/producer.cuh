@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The feeding side of the forward kernel: its shared memory, and the three parts of warpgroup 0,
-// which schedule work tiles, copy tiles and clear V rows that no query sees.
+// The producer of the forward kernel: its shared memory, and the three parts of warpgroup 0, which
+// schedule work tiles, copy tiles and clear V rows that no query sees.
 #pragma once
 
 #include <cstddef>

@@ -21,7 +21,8 @@ namespace {
 
 [[maybe_unused]] constexpr int32_t kDtype_bf16 = MAGI_BF16, kDtype_fp16 = MAGI_FP16;
 
-// Are the values columns of k? The kernels that keep keys or copy blocks take values of their own,
+// Are the values columns of k? Key-stationary kernels and those that copy blocks take values of
+// their own,
 // and questions for a workspace come without addresses.
 template <typename Params>
 bool is_mla(const Params&) {
@@ -126,7 +127,7 @@ magi_status check_index_keys(const magi_ffa_index_bwd_keys_params& p) {
   MAGI_RETURN(check_index(p));
   if (p.q_block % kBlockM64 || p.k_block % kGranule)
     return fail(MAGI_UNSUPPORTED,
-                "Blocks of %d queries and %d keys: the backward that keeps keys takes multiples of "
+                "Blocks of %d queries and %d keys: the key-stationary backward takes multiples of "
                 "%d and of %d.",
                 p.q_block, p.k_block, kBlockM64, kGranule);
   if (p.heads_q / p.heads_kv > kMostGroup || p.num_head_splits < 1)

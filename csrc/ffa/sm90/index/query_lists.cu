@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Launches the kernels that make the lists of query blocks, for all variants of the backward that
-// keeps keys.
+// Launches the kernels that make the lists of query blocks, for all variants of the
+// key-stationary backward.
 #include "ffa/common/host.h"
 #include "ffa/sm90/index/bwd/keys/query_lists.cuh"
 #include "ffa/sm90/index/bwd/keys/tile_order.cuh"

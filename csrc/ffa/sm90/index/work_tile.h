@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Work tiles of index attention: query rows that share a list of keys, 64 for each warpgroup, and
-// how the rows of a list are cut into tiles.
+// how the rows of a list are divided into tiles.
 #pragma once
 
 #include <cstdint>

@@ -11,17 +11,17 @@ from __future__ import annotations
 from magi_attention.common.slices import SliceTable
 from magi_attention.kernels.ffa.schedule.simulate import NARROW, TILE, WIDE, WIDEST, fewest_whole, tile_steps
 
-# So many queries in steps of 80 take as long as one in narrow steps, by what was measured: where work tiles are many;
-# and in deterministic order, if a work tile has all query heads of its tile.
+# So many queries in m-blocks of 80 take as long as one in m-blocks of 64, by what was measured: where work tiles are
+# many; and in deterministic order, if a work tile has all query heads of its tile.
 _MOST_OF_MANY = 1.05
 _MOST_DETERMINISTIC = 1.075
-# Where work tiles are few, and listed; and if a key sees so many queries on average, listed or not.
+# Where work tiles are few, with a work list; and if a key sees so many queries on average, with or without one.
 _MOST_OF_FEW = 1.02
 _MOST_OF_FEW_LONG = 1.03
 _LONG_OF_FEW = 1950
-_MOST_OF_SMALL_DIMS = 1.12  # the same of steps of 128
-_FEW_DIM = 96  # head dims up to this take steps of 80 only where work tiles are many
-MANY_WORK_TILES = 3  # for each SM, from which on work tiles are not listed
+_MOST_OF_SMALL_DIMS = 1.12  # the same of m-blocks of 128
+_FEW_DIM = 96  # head dims up to this take m-blocks of 80 only where work tiles are many
+MANY_WORK_TILES = 3  # for each SM, from which on there is no work list
 
 
 def select_block_m(
@@ -45,7 +45,7 @@ def select_block_m(
 def _most_of_wide(
     slices: SliceTable, keys: int, dim: int, work_tiles: int, num_sms: int, is_deterministic: bool
 ) -> float:
-    """So many times the queries that steps of 64 have may those of 80 have; 0: none."""
+    """m-blocks of 80 may have so many times the queries that those of 64 have; 0: never."""
     is_whole = work_tiles >= fewest_whole(num_sms)
     if is_whole if is_deterministic else work_tiles >= MANY_WORK_TILES * num_sms:
         return _MOST_DETERMINISTIC if is_deterministic else _MOST_OF_MANY

@@ -62,8 +62,8 @@ def missed(tiles: TileBlocks, work_tiles: np.ndarray, starts: np.ndarray, num_ct
 
 
 def gain(tiles: TileBlocks, work_tiles: np.ndarray, heads: int, num_ctas: int, group: int) -> float:
-    """By how much it is faster to take up work tiles ``by_document`` than as ``work_tiles``, as a logarithm; less than
-    nothing where that cannot be told. Measured with documents of 512 to 52,000 tokens, from 4K to 512K, and groups of 4
+    """By how much it is faster to take up work tiles ``by_document`` than as ``work_tiles``, as a logarithm; -1.0
+    where there is no estimate. Measured with documents of 512 to 52,000 tokens, from 4K to 512K, and groups of 4
     to 16.
     """
     work = int(tiles.count.sum())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a backward splits the query heads of all tiles, in deterministic order or in no order.
+"""Whether a backward splits the query heads of all tiles, with deterministic or with atomic dq.
 
 By default there are about two work tiles for each SM. That is enough where tiles are alike, and with atomic dq the host
 splits single uneven tiles (``work_list.py``). With deterministic dq a few long tiles would be waited for. Where single
@@ -7,7 +7,7 @@ tiles can be split, that is better (``tile_splits.py``): with m-blocks of 80 and
 other calls half of the heads in every work tile helps, but the halves of dk and dv pass through memory. Where one tile
 takes more than an even share, as of causal documents, halves were measured to be no faster.
 
-In no order tiles are split where they have many segments, or where a few are so long that those of the last kv heads
+With atomic dq tiles are split where they have many segments, or where a few are so long that those of the last kv heads
 would end alone (``docs/log/sparse.md``).
 """
 
@@ -26,10 +26,10 @@ _MOST_WORK_TILES = 3  # for each SM, from which on the last ones are short enoug
 # Halves must take no more than this share of the time as it is; measured, as is that of the even share, on 48 masks
 # of 4,096 tokens and 64 heads on 8.
 _GAIN = 0.9
-# Segments of a tile, from which on it is walked once for each head, in no order (kManySegments in
+# Segments of a tile, from which on it is traversed once for each head, with atomic dq (kManySegments in
 # csrc/ffa/sm90/bwd/schedule/split.cuh). CTAs are at different blocks of queries then, so fewer heads at a time help.
 MANY_SEGMENTS = 4
-# In no order: how much longer than an even share all may take, as it is and with parts.
+# With atomic dq: how much longer than an even share all may take, as it is and with parts.
 _ALONE, _ENOUGH = 1.25, 1.1
 _HEAD_SPLITS: Kind[tuple[int, int, int, int, int], int] = Kind("head splits of a backward")
 

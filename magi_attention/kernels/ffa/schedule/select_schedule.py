@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The schedule of a backward: size of its m-blocks, way of dq, splits, and order of documents.
+"""The schedule of a backward: size of its m-blocks, how dq is stored, splits, and order of documents.
 
 * Size: m-blocks have 64, 80 or 128 queries (``block_m.py``).
 * Splits: in deterministic order single tiles may be split (``tile_splits.py``), or all of them (``head_splits.py``).
-* Way of dq: clearing ``dq_accum`` and rounding it takes as long whatever the mask. Where queries see few keys that is
+* Store of dq: clearing ``dq_accum`` and rounding it takes as long whatever the mask. Where queries see few keys that is
   a good part of the time. Then the first writer of an m-block stores, and a single contribution is written rounded
   (``docs/log/ffa_backward_first_stores.md``).
 * Order: packed documents are mostly faster one after the other (``docs/log/ffa_backward_order.md``).
@@ -34,51 +34,53 @@ from magi_attention.kernels.ffa.schedule.work_tiles import (
 from magi_attention.kernels.types import AttnOptions
 from magi_attention.native.tile_plan import TilePlan
 
-_LONGER_THAN_HALVES = 3072  # queries that a key sees, from which on wide steps are faster than halves of the heads
-_LEAST_BY_DOCUMENT = 0.08  # what one document after the other has to gain, as a logarithm
-# Keys that a query sees, from which on documents that are not causal gain more one after the other, in no order, than
-# where the first writer stores (docs/log/ffa_backward_modes.md).
+# Queries that a key sees on average, from which on m-blocks of 80 are faster than splitting the heads in halves.
+_MIN_QUERIES_WITHOUT_HALVES = 3072
+# What taking one document after the other has to gain, by the estimate, which is a logarithm; -1.0: no estimate.
+_MIN_GAIN = 0.08
+# Keys that a query sees, from which on documents that are not causal gain more one after the other, with atomic dq,
+# than where the first writer stores (docs/log/ffa_backward_modes.md).
 _LONG_DOCUMENTS = 2100
-# The same in deterministic order, over the larger L2 groups of one or two query heads in a work tile.
-_LEAST_OF_OTHERS = 0.2  # than causal documents
-_ANY = -0.9  # if it can be told
-_SHORT_OF_TWO = 2000  # keys that a query sees on average, up to which it may be anything with two query heads
-_FEW_OF_ONE = 5  # work tiles for each SM, the same with one
+# In deterministic order, over the larger L2 groups of one or two query heads in a work tile.
+_MIN_GAIN_NOT_CAUSAL = 0.2  # documents with other masks than causal ones
+_ANY_GAIN = -0.9  # any estimate will do
+_ANY_GAIN_MAX_KEYS = 2000  # that a query sees on average, up to which any gain will do with two query heads
+_ANY_GAIN_MAX_WORK_TILES = 5  # for each SM, the same with one
 _CAUSAL, _FULL = AttnMaskType.CAUSAL.to_int_type(), AttnMaskType.FULL.to_int_type()
 
 
-class _Stores(NamedTuple):
-    """The first writer stores if a query sees at most so many keys on average: in the plan's own order, and by
-    document, which has to gain so much then; and if so large a part of the blocks of 64 queries has a single
-    contribution."""
+class _FirstWriterLimits(NamedTuple):
+    """When the first writer limits. A query must see at most ``max_keys`` on average in the plan's own order, or
+    ``max_keys_by_document`` by document, which has to gain ``min_gain``; and this share of the blocks of 64 queries
+    must have a single contribution."""
 
-    most: int
-    most_by_document: int = 0
-    least_gain: float = 0.0
-    least_single: float = 0.0
+    max_keys: int
+    max_keys_by_document: int = 0
+    min_gain: float = 0.0
+    min_single_share: float = 0.0
 
 
-_NEVER = _Stores(-1, -1)
+_NEVER = _FirstWriterLimits(-1, -1)
 # By what was measured; head dims of 65 to 128 unless another is named.
-_OF_FEW = _Stores(1100, 1100, _LEAST_BY_DOCUMENT)  # work tiles for each SM
-_OF_MANY = _Stores(3600, 10_000, -0.04)
-_OF_SMALL_GROUPS = _Stores(400, 520, -0.04)  # of query heads of a kv head
-_OF_PARTS = _Stores(640)  # where heads are shared out
-_OF_FEW_KEYS = _Stores(1100)  # the same, where queries are many times as many
-_OF_DIM_64 = _Stores(640, least_single=1 / 3)
-_OF_DIM_256 = _Stores(130, 520, -0.04)
-_LEAST_GROUP = 4  # query heads of a kv head, from which on groups are not small
-_LEAST_SINGLE = 0.1  # of all blocks: so many single contributions gain more than it costs the kernel to look for them
-_LEAST_SUM = 32 * 2**20  # bytes of the sum of dq, in all but the first two cases; less stays in L2
-_FEW_KEYS = 4  # queries for each key, from which on keys are few
+_FEW_WORK_TILES = _FirstWriterLimits(1100, 1100, _MIN_GAIN)  # for each SM
+_MANY_WORK_TILES = _FirstWriterLimits(3600, 10_000, -0.04)
+_SMALL_GROUPS = _FirstWriterLimits(400, 520, -0.04)  # of query heads of a kv head
+_SPLIT_HEADS = _FirstWriterLimits(640)
+_SPLIT_HEADS_FEW_KEYS = _FirstWriterLimits(1100)  # queries are many times as many as keys
+_DIM_64 = _FirstWriterLimits(640, min_single_share=1 / 3)
+_DIM_256 = _FirstWriterLimits(130, 520, -0.04)
+_MIN_GROUP = 4  # query heads of a kv head, from which on groups are not small
+_MIN_DIRECT_SHARE = 0.1  # single contributions, of all blocks, that gain more than it costs the kernel to look for them
+_MIN_DQ_BYTES = 32 * 2**20  # of dq_accum, in all but the first two cases; less stays in L2
+_FEW_KEYS_RATIO = 4  # queries for each key, from which on keys are few
 
 
 class BwdSchedule(NamedTuple):
     """``block_m`` queries each; ``num_head_splits``: 0 for as few parts of the heads as the library chooses.
 
     ``first_writer``: the first writer to a block of dq stores, so that nothing is cleared. ``by_document``: work tiles
-    are taken up one document after the other. ``split``: tiles whose query heads are shared out, in deterministic
-    order. ``direct_dq_store``: the main kernel writes dq of blocks of one visit, if that is in 16 bits and not
+    are taken up one document after the other. ``split``: tiles whose query heads are split, in deterministic order.
+    ``direct_dq_store``: the main kernel writes dq of blocks with a single contribution, if that is in 16 bits and not
     accumulated.
     """
 
@@ -170,7 +172,7 @@ def schedule_of(
         is_counted = options.deterministic or found.first_writer
         if is_counted and options.is_plain and not (is_remote or found.split != NONE or not slices.area):
             share = tile_steps(slices, q_shape[0], keys).single[found.block_m]
-            found = found._replace(direct_dq_store=share >= _LEAST_SINGLE)
+            found = found._replace(direct_dq_store=share >= _MIN_DIRECT_SHARE)
         kept = slices.cache.get(SCHEDULES, key, partial(BwdSchedule, *found))
     return kept
 
@@ -198,13 +200,13 @@ def _choose(
             return found
     seen = slices.area / max(q_shape[0], 1)
     if found.block_m == WIDE and seen >= _LONG_DOCUMENTS and case.is_many and not case.is_causal:
-        if case.q_shape[1] >= _LEAST_GROUP * v_shape[1] and _gain_by_document(case) > _OF_MANY.least_gain:
+        if case.q_shape[1] >= _MIN_GROUP * v_shape[1] and _gain_by_document(case) > _MANY_WORK_TILES.min_gain:
             return found._replace(by_document=True)
-    stores = _NEVER if not options.is_plain or not slices.area else _stores_of(case)
-    is_by_document = seen <= stores.most_by_document and _gain_by_document(case) > stores.least_gain
-    if is_by_document or (seen <= stores.most and case.single_share >= stores.least_single):
+    limits = _NEVER if not options.is_plain or not slices.area else _first_writer_limits(case)
+    is_by_document = seen <= limits.max_keys_by_document and _gain_by_document(case) > limits.min_gain
+    if is_by_document or (seen <= limits.max_keys and case.single_share >= limits.min_single_share):
         return by_rounding(is_deterministic=True)._replace(first_writer=True, by_document=is_by_document)
-    if found.block_m == WIDE and case.is_many and _gain_by_document(case) > _LEAST_BY_DOCUMENT:
+    if found.block_m == WIDE and case.is_many and _gain_by_document(case) > _MIN_GAIN:
         return found._replace(by_document=True)
     return found
 
@@ -248,19 +250,19 @@ class _Case(NamedTuple):
         return self.work_tiles >= MANY_WORK_TILES * self.num_sms
 
 
-def _stores_of(case: _Case) -> _Stores:
+def _first_writer_limits(case: _Case) -> _FirstWriterLimits:
     """What was measured of calls of the kind. With keys of other ranks tiles are always whole."""
     if case.is_remote and not case.is_whole:
         return _NEVER
-    if case.dim == 128 and case.is_whole and case.q_shape[1] >= _LEAST_GROUP * case.v_shape[1]:
-        return _OF_MANY if case.is_many else _OF_FEW
-    if case.sum_bytes < _LEAST_SUM:
+    if case.dim == 128 and case.is_whole and case.q_shape[1] >= _MIN_GROUP * case.v_shape[1]:
+        return _MANY_WORK_TILES if case.is_many else _FEW_WORK_TILES
+    if case.sum_bytes < _MIN_DQ_BYTES:
         return _NEVER
     if case.is_whole:
-        return {64: _OF_DIM_64, 128: _OF_SMALL_GROUPS, 256: _OF_DIM_256}[case.dim]
+        return {64: _DIM_64, 128: _SMALL_GROUPS, 256: _DIM_256}[case.dim]
     if case.dim != 128:
         return _NEVER
-    return _OF_FEW_KEYS if case.q_shape[0] >= _FEW_KEYS * case.keys else _OF_PARTS
+    return _SPLIT_HEADS_FEW_KEYS if case.q_shape[0] >= _FEW_KEYS_RATIO * case.keys else _SPLIT_HEADS
 
 
 def _deterministic(case: _Case, found: BwdSchedule, has_wide: bool) -> BwdSchedule:
@@ -270,7 +272,7 @@ def _deterministic(case: _Case, found: BwdSchedule, has_wide: bool) -> BwdSchedu
         split = select_tile_split(case.slices, case.q_shape, case.v_shape, case.num_sms, found.block_m)
         if split != NONE:
             return BwdSchedule(WIDE, 0, split=split)
-    elif found.block_m == NARROW or case.slices.area < _LONGER_THAN_HALVES * max(case.keys, 1):
+    elif found.block_m == NARROW or case.slices.area < _MIN_QUERIES_WITHOUT_HALVES * max(case.keys, 1):
         parts = head_splits(case.slices, case.q_shape, case.v_shape, case.num_sms)
         if parts:
             return BwdSchedule(NARROW, parts)
@@ -283,21 +285,21 @@ def _is_by_document_deterministic(case: _Case) -> bool:
     that."""
     shape = _shape_of(case)
     if shape.group > LARGE_L2_GROUPS or case.dim == 64:
-        return _gain_by_document(case) > _LEAST_BY_DOCUMENT
+        return _gain_by_document(case) > _MIN_GAIN
     heads = heads_per_l2_group_deterministic(-(-case.keys // TILE), shape, 1)
-    return _gain_by_document(case, heads) > _least_of_few_heads(case, shape.group)
+    return _gain_by_document(case, heads) > _min_gain_of_few_heads(case, shape.group)
 
 
-def _least_of_few_heads(case: _Case, group: int) -> float:
+def _min_gain_of_few_heads(case: _Case, group: int) -> float:
     """What one document after the other has to gain. Tiles of causal documents wait for each other less if they come
     one after the other, which the estimate does not count: so mostly it may be anything."""
     if (case.slices.array[:, 4] != _CAUSAL).any():
-        return _LEAST_OF_OTHERS
+        return _MIN_GAIN_NOT_CAUSAL
     if group == 1:
-        is_any = case.work_tiles <= _FEW_OF_ONE * case.num_sms
+        is_any = case.work_tiles <= _ANY_GAIN_MAX_WORK_TILES * case.num_sms
     else:
-        is_any = case.slices.area < _SHORT_OF_TWO * case.q_shape[0]
-    return _ANY if case.is_many and (is_any or case.dim == 256) else _LEAST_BY_DOCUMENT
+        is_any = case.slices.area < _ANY_GAIN_MAX_KEYS * case.q_shape[0]
+    return _ANY_GAIN if case.is_many and (is_any or case.dim == 256) else _MIN_GAIN
 
 
 def _shape_of(case: _Case) -> WorkTileShape:

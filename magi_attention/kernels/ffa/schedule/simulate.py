@@ -15,9 +15,9 @@ from magi_attention.native.tile_plan import TilePlan
 from magi_attention.native.toolchain import PLANNER
 
 TILE = 128  # keys
-NARROW, WIDE = 64, 80  # queries of a step
-WIDEST = 128  # of one with head dims up to 64
-BEGIN_AND_END = 0.1  # wide steps, what it takes to begin and end a work tile
+NARROW, WIDE = 64, 80  # queries of an m-block
+WIDEST = 128  # the same with head dims up to 64
+BEGIN_AND_END = 0.1  # of the time of an m-block of 80: what it takes to begin and end a work tile
 IN_L2 = 192  # blocks of 80 queries of one head whose Q, dO and dq stay in L2
 
 

@@ -182,8 +182,8 @@ def _share_out_of_step(work_tiles: np.ndarray, tiles: TileBlocks, shape: WorkTil
 
 
 def _in_waves(tiles: TileBlocks, shape: WorkTileShape, there_at: np.ndarray | None) -> np.ndarray:
-    """The same list in waves, see above. Tiles that see nothing come first: at the end there is a last round to be
-    shared out. The first wave begins with tiles that are there."""
+    """The same list in waves, see above. Tiles that see nothing come first: the last wave is for
+    tiles that can be split. The first wave begins with tiles that are there."""
     batches = _tile_groups(tiles)
     work_tiles = _listed(batches, shape.heads_kv)
     if there_at is not None and len(work_tiles.entry):

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// dq of a step by one consumer warpgroup: its columns, their product, and how they leave: added in
-// L2 straight from the registers, or left in shared memory to the feeding side
+// dq of a step by one consumer warpgroup: its columns, their product, and their store: added in L2
+// straight from the registers, or left in shared memory for the lanes that store dq
 // (bwd/producer/dq_store.cuh).
 #pragma once
 

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// A step of 80 or 128 queries (kIsWide). Wide blocks have more arithmetic for each wait, and K and
-// V are read from shared memory less often for each query. In blocks of 80 dq is transposed too,
-// because rows come in units of 64; blocks of 128 have 64 rows for each warpgroup. Registers have
-// no room for scores in float32 beside P: dS is made from P as it was rounded.
+// A step of 80 or 128 queries (kIsWide). Larger m-blocks have more arithmetic for each wait, and K
+// and V are read from shared memory less often for each query. In blocks of 80 dq is transposed
+// too, because rows come by 64; blocks of 128 have 64 rows for each warpgroup. Registers have no
+// room for scores in float32 beside P: dS is made from P as it was rounded.
 #pragma once
 
 #include "ffa/sm90/bwd/mainloop/step_worker.cuh"

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Adds dq where that leaves by way of shared memory: in order (bwd/schedule/semaphore_targets.cuh)
-// or after the first writer, by two lanes or one; or, where steps are wide, as it comes. The first
-// of these lanes also asks for the keys of each work tile.
+// Stores dq that passes through shared memory: in semaphore order
+// (bwd/schedule/semaphore_targets.cuh) or after the first writer, by two lanes or one; or, in
+// m-blocks of 80 or 128, as it comes. The first of these lanes also asks for the keys of each work
+// tile.
 #pragma once
 
 #include "ffa/sm90/tma.cuh"
@@ -61,8 +62,8 @@ __device__ __forceinline__ void release_dq(const BwdSmem<C>& smem) {
 
 // The dq of a step, when it is there and its semaphore target has come, which is `*target_at`: one
 // lane, while another may add the step behind. `number` says which block of dq_accum, of all
-// columns; `slot` is its place among those of what the lanes are told. Where smem has room for the
-// share of one warpgroup only, the second share follows the first.
+// columns; `slot` is its stage of dq_queue. Where smem has room for the fragment of one warpgroup
+// only, the second fragment follows the first.
 //
 // What a complete bulk copy wrote would be seen by the thread that waited for it; it need not have
 // got to the place in L2 where the next tile adds. Without a release some additions come before the
@@ -110,19 +111,19 @@ __device__ __forceinline__ void store_direct(const BwdKernelParams& p, const Bwd
   release_dq(smem);
 }
 
-// Whether one lane adds all steps: also where a tile visits a block in several segments, as all its
-// visits have the same semaphore target, and come one after the other only if one lane adds them.
+// Whether one lane adds all steps. It does where a tile contributes to a block in several segments:
+// all its contributions have the same semaphore target, and only one lane adds them one by one.
 template <typename C>
 __device__ __forceinline__ bool stores_alone(const BwdKernelParams& p) {
   return C::kDqStoreLanes == 1 || (!p.first_writer && !(p.order[0] & (kTimed | kInWaves)));
 }
 
 // Adds dq of the steps of a work tile, by two lanes each of which takes every second one, counted
-// from the start of the CTA, `kWho` 0 or 1 being the number of the first; or by one. To add takes a
-// lane longer than a step takes the warpgroups, mostly until it is complete and passed on. Each
-// looks at all steps, to know which is the last of the work tile. What is told of a step stays
-// until four steps later (two, of one lane): that one is told when Q of the third after it (the
-// first) has been used, and before that dq of the one before has been taken up.
+// from the start of the CTA, `kWho` 0 or 1 being the number of the first; or by one. An addition
+// takes a lane longer than a step takes the warpgroups, mostly until it is complete and passed on.
+// Each lane looks at all steps, to know which is the last of the work tile. A step's entry in
+// dq_queue is overwritten kDqQueueStages steps later, when Q of the step kStages before that one
+// has been used; by then the lanes have taken dq of all steps before, so they have read the entry.
 template <typename C, int kWho>
 __device__ __forceinline__ void store_every_second(const BwdKernelParams& p, const BwdSmem<C>& smem,
                                                    uint32_t work_stage,

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of keys and queries that take part in nothing are cleared in shared memory, by a warp of the
-// feeding side. It schedules work tiles, too, where the lane that does so elsewhere adds dq
-// (C::kSemaphored).
+// Clears rows of keys and queries that take part in nothing, in shared memory, by a warp of the
+// producer warpgroup. With C::kSemaphored it also schedules work tiles, because the lane that does
+// so elsewhere stores dq.
 #pragma once
 
 #include "ffa/sm90/tma.cuh"

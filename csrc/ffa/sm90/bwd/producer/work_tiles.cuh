@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Schedules the work tiles of the backward kernel: by a lane of its own, in the order of the plan
-// or as they are listed; or, where dq is summed in order (C::kSemaphored), by a lane of the warp
-// that clears rows (bwd/producer/row_guard.cuh).
+// Schedules the work tiles of the backward kernel, in the order of the plan or of the work list: by
+// a lane of its own or, with C::kSemaphored, by a lane of the warp that clears rows
+// (bwd/producer/row_guard.cuh).
 #pragma once
 
 #include "ffa/sm90/bwd/schedule/plan_reader.cuh"

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Adds up dk and dv of work tiles that were split (bwd/schedule/split.cuh), from the parts that
-// they left.
+// Adds up dk and dv of work tiles that were split (bwd/schedule/split.cuh), from the partials of
+// their parts.
 #pragma once
 
 #include "ffa/common/combine_heads.cuh"
@@ -11,34 +11,35 @@
 
 namespace magi {
 
-// Tile, kv head and number of parts of the work tile in a partial, with a work list.
-__device__ __forceinline__ int4 listed_partial(const BwdCombinePartialsParams& p, int slot) {
+// Tile, kv head and number of parts of a partial's work tile, with a work list.
+__device__ __forceinline__ int4 listed_partial(const BwdCombinePartialsParams& p, int partial) {
   const int at = work_list_header(p.work_list).words_partials;
-  return __ldg(reinterpret_cast<const int4*>(p.work_list + at) + slot);
+  return __ldg(reinterpret_cast<const int4*>(p.work_list + at) + partial);
 }
 
-// Share i of n of the rows of such a partial, by a CTA. Parts have room for whole tiles, and are
-// `count` values apart.
+// One of `num_row_ranges` ranges of the rows of such a partial, by a CTA. Parts have room for whole
+// tiles, and are `count` values apart.
 template <typename T>
 __device__ __forceinline__ void combine_rows(const float* values, void* grad, int64_t count,
                                              int head_dim, const BwdCombinePartialsParams& p,
-                                             int slot, int fragment, int fragments) {
-  const int4 work_tile = listed_partial(p, slot);
-  const uint32_t per_slot = kTileBlockN * head_dim, quads = per_slot / 4;
-  for (uint32_t i = quads * fragment / fragments + threadIdx.x;
-       i < quads * (fragment + 1) / fragments; i += kRowThreads) {
+                                             int partial, int row_range, int num_row_ranges) {
+  const int4 work_tile = listed_partial(p, partial);
+  const uint32_t per_partial = kTileBlockN * head_dim, quads = per_partial / 4;
+  for (uint32_t i = quads * row_range / num_row_ranges + threadIdx.x;
+       i < quads * (row_range + 1) / num_row_ranges; i += kRowThreads) {
     const uint32_t row = 4 * i / head_dim, column = 4 * i % head_dim;
     const int64_t key = work_tile.x * kTileBlockN + row;
     if (key < p.remote.local_keys)
-      combine_four<T>(values, work_tile.z, slot * per_slot + 4 * i, count, grad,
+      combine_four<T>(values, work_tile.z, partial * per_partial + 4 * i, count, grad,
                       (key * p.heads_kv + work_tile.y) * head_dim + column,
                       p.combine.grads_are_float, p.combine.accumulate);
   }
 }
 
-// Tile and kv head of the work tile in a partial, without a work list.
-__device__ __forceinline__ int2 work_tile_of_partial(const BwdCombinePartialsParams& p, int slot) {
-  const int work_tile = p.first + slot;
+// Tile and kv head of a partial's work tile, without a work list.
+__device__ __forceinline__ int2 work_tile_of_partial(const BwdCombinePartialsParams& p,
+                                                     int partial) {
+  const int work_tile = p.first + partial;
   const magi_tile_plan_header& plan = *reinterpret_cast<const magi_tile_plan_header*>(p.plan);
   if (plan.words_work_tiles != 0 && !p.is_deterministic) {
     const magi_work_tile& row =
@@ -51,8 +52,8 @@ __device__ __forceinline__ int2 work_tile_of_partial(const BwdCombinePartialsPar
                    head);
 }
 
-// The gradient of all such partials, by all CTAs; that of remote keys goes to their owners, of
-// local ones to which others add to the sums.
+// The gradient of all such partials, by all CTAs. Gradients of remote keys go to their owners, and
+// those of local keys to which other ranks add go to the sums.
 template <typename T>
 __device__ __forceinline__ void combine_partials(const float* values, void* grad, float* sums,
                                                  const int64_t* targets, int64_t count,

@@ -3,11 +3,11 @@
 // list. Documents of different lengths leave SMs idle at the end, and then most blocks of dq are
 // complete.
 //
-// The list says of how many work tiles each part of a tile consists, and work tiles count off. It
-// also has the order in which blocks and partials should be complete. CTAs of the last kernel take
-// them up in that order, and wait for what is not there. They can: none of them starts before all
-// CTAs of the main kernel have their SMs, and those wait for nobody but the kernels before, which
-// have theirs.
+// The list says of how many work tiles each part of a tile consists, and each that ends counts it
+// down. The list also has the order in which blocks and partials should be complete. CTAs of the
+// last kernel take them up in that order, and wait for what is missing. That cannot deadlock: none
+// of them starts before all CTAs of the main kernel are resident, and those wait only for the
+// kernels before, which are resident, too.
 #pragma once
 
 #include "ffa/sm90/mbarrier.cuh"

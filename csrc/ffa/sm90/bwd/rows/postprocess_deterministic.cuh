@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// The last kernel of the backward where dq is summed in order: it rounds each block when all have
-// added to it, while others are still at work.
+// The last kernel of a deterministic backward: it rounds each block of dq when all tiles have added
+// to it, while the main kernel is still at work.
 //
-// None of its CTAs starts before all CTAs of the main kernel have their places, and these wait for
-// nobody here; nor do other tiles, for whose keys they may wait: what sends those was launched
-// ahead of the main kernel of its order index. Blocks are taken up in the order in which they
-// should be complete, those of the heads that come first before the others.
+// None of its CTAs starts before all CTAs of the main kernel are resident, and these wait for
+// nothing here. Nor do puts of other ranks, for whose keys they may wait: those were launched ahead
+// of the main kernel of their rank. Blocks are taken up in the order in which they should be
+// complete, those of the heads that come first before the others.
 #pragma once
 
 #include "ffa/common/ptx/atomics.cuh"

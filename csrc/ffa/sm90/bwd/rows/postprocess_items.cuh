@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// In which order the last kernel of the backward takes up dq where that is summed in order
+// In which order the last kernel of a deterministic backward takes up blocks of dq
 // (bwd/rows/postprocess_deterministic.cuh). Tests compile this for the CPU, so `P` is BwdRowParams
-// elsewhere.
+// only on the GPU.
 #pragma once
 
 #include <cstdint>

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The last kernel of the backward where work tiles are listed: it rounds the dq accumulator, and
-// adds up dk and dv of split work tiles, each when it is complete (bwd/rows/completion.cuh).
+// The last kernel of the backward with a work list: it rounds dq_accum, and combines dk and dv of
+// split work tiles, each when it is complete (bwd/rows/completion.cuh).
 #pragma once
 
 #include <climits>
@@ -34,10 +34,10 @@ __device__ __forceinline__ void write_nan_dq(const BwdRowParams& p) {
   }
 }
 
-// CTAs take places until there are no more. A place is for a query head of a block of dq; or of a
-// split tile and kv head, for one of as many shares of its rows as that has query heads. An entry
-// of the list has those of one part of the query heads of a kv head. While a block is on its way,
-// it is looked up whether the next is there, and what comes behind that.
+// CTAs take places until there are no more. A place is one query head of a block of dq; or for a
+// split tile and kv head, one range of its rows, of which there are as many as query heads. An
+// entry of the list has the places of one part of the query heads of a kv head. While a CTA works
+// on a block it looks up whether the next place is complete, and which place follows.
 template <typename T, int kBlockM>
 __global__ void __launch_bounds__(kRowThreads, postprocess_work_list_ctas(kBlockM))
     bwd_postprocess_work_list(const __grid_constant__ BwdPostprocessParams p) {
@@ -48,8 +48,8 @@ __global__ void __launch_bounds__(kRowThreads, postprocess_work_list_ctas(kBlock
     return;
   }
   constexpr int kNone = INT_MIN;
-  __shared__ int2 num_ctas[3];  // of this round and the next two: query head and block; share and
-                                // ~partial; or kNone
+  __shared__ int2 places[3];  // of this round and the next two: query head and block; row range and
+                              // ~partial; or kNone
   const magi_work_list& list = work_list_header(rows.work_list);
   const int32_t* tiles_of_block = rows.work_list + list.words_tiles_of_block;
   auto look_up = [&](int2& to, int place) {
@@ -62,36 +62,36 @@ __global__ void __launch_bounds__(kRowThreads, postprocess_work_list_ctas(kBlock
         __ldg(reinterpret_cast<const int2*>(rows.work_list + list.words_entries) + at);
     to = make_int2(entry.y * p.members + member, entry.x);
   };
-  // This thread's share of the answer.
+  // This thread's part of the answer.
   auto is_there = [&](int2 place) {
     if (place.y == kNone) return true;
     if (place.y >= 0)
       return is_block_complete(rows, tiles_of_block + place.y * list.tile_words,
                                place.x / p.members);
     if (threadIdx.x >= kListedHeadSplits) return true;
-    const int4 slot = listed_partial(p.combine, ~place.y);
-    return is_complete(rows, slot.x, slot.y * kListedHeadSplits + threadIdx.x);
+    const int4 partial = listed_partial(p.combine, ~place.y);
+    return is_complete(rows, partial.x, partial.y * kListedHeadSplits + threadIdx.x);
   };
   if (threadIdx.x == 0) {
     // Rows of blocks that no tile adds to need not be prepared by now.
     while (load_acquire(rows.workspace + kPreparedWord) < rows.prepare_groups) {
     }
-    look_up(num_ctas[0], atomicAdd(rows.workspace + kPlaceWord, 1));
-    look_up(num_ctas[1], atomicAdd(rows.workspace + kPlaceWord, 1));
+    look_up(places[0], atomicAdd(rows.workspace + kPlaceWord, 1));
+    look_up(places[1], atomicAdd(rows.workspace + kPlaceWord, 1));
   }
   __syncthreads();
-  bool mine = is_there(num_ctas[0]);
+  bool mine = is_there(places[0]);
   for (int round = 0;; round = round == 2 ? 0 : round + 1) {
     while (!__syncthreads_and(mine)) {
       __nanosleep(200);
-      mine = is_there(num_ctas[round]);
+      mine = is_there(places[round]);
     }
-    const int2 place = num_ctas[round];
+    const int2 place = places[round];
     if (place.y == kNone) break;
     auto look_ahead = [&] {
       if (threadIdx.x == 0)
-        look_up(num_ctas[round == 0 ? 2 : round - 1], atomicAdd(rows.workspace + kPlaceWord, 1));
-      mine = is_there(num_ctas[round == 2 ? 0 : round + 1]);
+        look_up(places[round == 0 ? 2 : round - 1], atomicAdd(rows.workspace + kPlaceWord, 1));
+      mine = is_there(places[round == 2 ? 0 : round + 1]);
     };
     if (place.y >= 0) {
       postprocess_block<T, kBlockM>(rows, place.y, place.x, rows.grad_scale, look_ahead);

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// The kernel before the main one of the backward, over the rows of queries: it computes delta =
-// sum(out * dout) and the offsets of the exponents, and clears the dq accumulator, or where dq is
-// summed in order assigns the semaphore targets, or only counts them, unless an earlier call of the
-// plan has. With a work list there is bwd/rows/preprocess_work_list.cuh.
+// The kernel before the main one of the backward, over the rows of queries. It computes delta =
+// sum(out * dout) and the offsets of the exponents. With atomic dq it clears dq_accum. In
+// deterministic mode it assigns the semaphore targets, and where the first writer stores it counts
+// contributions, unless an earlier call of the plan has. With a work list
+// bwd/rows/preprocess_work_list.cuh takes its place.
 #pragma once
 
 #include "ffa/sm90/mbarrier.cuh"

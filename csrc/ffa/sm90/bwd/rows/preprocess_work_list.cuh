@@ -2,8 +2,8 @@
 // The kernel before the main one where there is a work list (magi/schedule.h). It is bound by
 // device memory, which the main kernel hardly uses. So all SMs prepare only the blocks of queries
 // that are needed at once; then a few go on with the others, in the order in which they are needed,
-// and the main kernel begins beside them and waits for each block. To keep the memory busy from a
-// few, out and dout come by bulk copies, one block ahead, and the dq accumulator is cleared by bulk
+// while the main kernel starts on the rest and waits for each block. To keep the memory busy from a
+// few SMs, out and dout come by bulk copies, one block ahead, and dq_accum is cleared by bulk
 // stores.
 #pragma once
 

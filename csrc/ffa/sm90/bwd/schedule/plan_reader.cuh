@@ -79,9 +79,10 @@ __device__ __forceinline__ int blocks_backwards(int2 blocks, Traversal traversal
                                                : min(blocks.x, count);
 }
 
-// The same where a magi_work_tile tells it.
-__device__ __forceinline__ int blocks_backwards(int2 blocks, int dq_queue) {
-  return min(dq_queue == MAGI_TRAVERSAL_WRAP ? blocks.x : dq_queue, blocks.y - blocks.x);
+// The same, by num_descending of a magi_work_tile.
+__device__ __forceinline__ int blocks_backwards(int2 blocks, int num_descending) {
+  return min(num_descending == MAGI_TRAVERSAL_WRAP ? blocks.x : num_descending,
+             blocks.y - blocks.x);
 }
 
 // How dq is summed in order, see bwd/schedule/semaphore_targets.cuh: flags of a plan. All heads of
@@ -104,9 +105,9 @@ __device__ __forceinline__ Traversal ordered_traversal(int flags, bool late) {
   return late || flags & kByHead ? Traversal::kAscending : Traversal::kWrap;
 }
 
-// How many blocks before the end of each segment the work tile of a order index begins, where work
-// tiles begin apart: those blocks come last. One that is as long as the one that it follows takes
-// its place. `order`: flags of the plan, then the costs of the tiles.
+// Staggered start: how many blocks before the end of each segment the work tile of an order index
+// begins; the blocks behind come last. A work tile as long as the one that it follows on its CTA
+// has the same shift. `order`: flags of the plan, then the costs of the tiles.
 constexpr int kBlocksApart = 3;
 __device__ __forceinline__ int ordered_shift(const int32_t* order, int order_idx, int wave) {
   if (!(order[0] & kApart) ||
@@ -131,7 +132,7 @@ struct MBlockIter {
   uint32_t count;  // blocks left, this one included | how many of them are taken backwards, each in
                    // half a register
 
-  template <typename From>  // a Way, or what is told
+  template <typename From>  // a Traversal, or num_descending
   __device__ __forceinline__ MBlockIter(int2 blocks, From traversal) {
     const int backwards = blocks_backwards(blocks, traversal);
     count = blocks.y - blocks.x | backwards << 16;

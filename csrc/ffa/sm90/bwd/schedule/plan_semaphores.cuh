@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// The kernel before those of the backward where dq is summed in order
-// (bwd/schedule/semaphore_targets.cuh): it tells which order fits the plan, and simulates how work
-// tiles are scheduled. Not launched where an earlier call of the plan did so, and what it made was
-// kept.
+// The first kernel of a backward that sums dq in semaphore order
+// (bwd/schedule/semaphore_targets.cuh): it chooses the order that fits the plan, and simulates the
+// schedule of the work tiles. It is not launched where the caller has kept what an earlier call of
+// the plan made.
 #pragma once
 
 #include "ffa/sm90/mbarrier.cuh"

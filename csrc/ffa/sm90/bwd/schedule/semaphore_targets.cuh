@@ -1,65 +1,67 @@
 // SPDX-License-Identifier: Apache-2.0
-// The order in which tiles of keys add to dq, where that is asked for: then dq is the same bits on
+// The order in which tiles of keys add to dq, in deterministic mode: dq is then the same bits on
 // every run.
 //
-// Each block of queries counts what has been added to it. A tile waits until those have added that
-// come before it: that number is its semaphore target. The order is fixed beforehand, by the time
-// at which a tile should get to the block, so that waits are short: the start of its work tile, by
-// a simulation of how work tiles are scheduled, and the block's place in its walk.
+// Each block of queries counts the additions made to it. A tile waits until the count is its
+// semaphore target: the number of additions that come before its own. The order is fixed before the
+// main kernel runs. It follows the time at which a tile should reach the block, so that waits are
+// short: the simulated start of its work tile, plus the block's place in its traversal.
 //
-// The simulation counts with what makes work tiles late. The first begin together and
-// mostly with the same blocks, so each has to wait for those before it: about a step. And in L2
-// groups of heads behind the first work tiles begin when work tiles of the one before end, so those
-// have a table of semaphore targets of their own. Both matter where work tiles walk in both
-// directions: who is expected before another, and late, is waited for by all that meet. Where a
-// block is few steps, because few query heads share keys, no simulation is near enough: there all
-// walk backwards, one behind the other, which costs hits in L2 where query heads are many
-// (docs/log/ffa_backward_turns.md). With one query head to each kv head the start counts, too,
-// when all wait one behind the other at the last block: L2 groups have twice as many heads
-// (bwd_heads_per_l2_group), and where there is only one and L2 keeps what work tiles walk, these
-// begin some blocks apart and come round (begin_apart).
+// What the simulation takes into account:
+// * Start-up lag. The first work tiles start together and mostly at the same blocks, so each waits
+//   for those before it, about a step.
+// * L2 groups of heads. Work tiles of a later group start when some of the group before end, so
+//   later groups have a table of semaphore targets of their own.
+// * Splits. Some uneven tiles may be split by query heads (bwd/schedule/split.cuh). Each part is a
+//   work tile with a start of its own, and takes less time for a block. There are semaphore targets
+//   for each kind of part; a whole work tile has those of all parts of its head.
+// Lag and groups matter where work tiles run in both directions: one that is expected early and
+// comes late is waited for by all that meet it.
 //
-// Some uneven tiles may be split by query heads (bwd/schedule/split.cuh): each part is a work
-// tile with a start of its own, and goes through its blocks as much faster. There are semaphore
-// targets for each kind of part then, and a whole work tile has all of its head's.
+// Where few query heads share keys, a block takes few steps and no simulation is precise enough.
+// There all work tiles descend, one behind the other, which costs L2 hits where query heads are
+// many (docs/log/ffa_backward_turns.md). With one query head to each kv head, starts matter even
+// so, because all wait at the last block. Then L2 groups have twice as many heads
+// (bwd_heads_per_l2_group), and where there is a single group, and L2 keeps what it reads, work
+// tiles start staggered, some blocks apart, and wrap around (begin_apart).
 //
-// Nobody waits in a circle. Expected times grow along every walk, so of all that has not happened
-// yet what is expected first has nothing to wait for but a CTA. It gets one: work tiles are taken
-// up in the order of the simulation, by CTAs that have added all of their last one and not before,
-// and what ended there before it starts has ended here, as have the L2 groups before. (Were a work
-// tile taken earlier, it could be the one that the CTA's last work tile waits for; where a CTA
-// starts late because other kernels hold its multiprocessor, this happens.) The simulation has no
-// more work tiles at a time than there are CTAs. All CTAs are taken to be resident sooner or later,
-// one on each multiprocessor: other kernels may delay that, but none that holds a multiprocessor
-// may wait for this one, and no second kernel in deterministic order may run beside it on another
-// stream: each could hold what the other waits for
-// (`native/stream_order.py` sees to that).
+// Why no work tiles wait for each other in a circle:
+// 1. Expected times grow along each traversal. So of all additions still to come, the one expected
+//    first waits for no other; it needs only a CTA.
+// 2. It gets one. Work tiles are taken in the simulation's order, by CTAs that have finished all
+//    additions of their last one. The simulation runs at most one work tile for each CTA at a time,
+//    so whatever ended there before this start has ended here, as have earlier L2 groups.
+// 3. No CTA takes a work tile earlier than that: the new one could be what the CTA's own last work
+//    tile waits for. This happens where other kernels hold an SM and a CTA starts late.
+// 4. All CTAs become resident sooner or later, one on each SM. Other kernels may delay that, but
+//    none that holds an SM may wait for this one. Nor may a second kernel in deterministic mode run
+//    on another stream at the same time: each could hold what the other waits for
+//    (`native/stream_order.py` prevents it).
 //
-// Where work tiles walk head by head, a block is expected at another time for each head, but
-// semaphore targets are to be the same for all: there, and where tiles are too many to compare,
-// ranks are cut into waves of no more work tiles than there are CTAs. The order is that of the
-// waves, and within one that of the expected time without the heads. Whoever waits for an earlier
-// wave waits for work tiles that were taken up before and will end; all work tiles of a wave get a
-// CTA, as the CTAs that have none of it are at earlier ones.
+// Waves. Where a work tile traverses its blocks head by head, it reaches a block at another time
+// for each head, but all heads share their semaphore targets. There, and where tiles are too many
+// to compare, order indices are divided into waves of no more work tiles than there are CTAs. Waves
+// come one after the other, and within a wave the order is by expected time, heads left out.
+// Whoever waits for an earlier wave waits for work tiles that were taken before and will end. All
+// work tiles of a wave get a CTA, because CTAs that have none of it are still in earlier waves.
 //
-// Where a tile visits a block in more than one segment there is no such time either: then the order
-// is that of the tiles.
+// Where a tile contributes to a block in more than one segment there is no such time either: then
+// the order is that of the tiles.
 //
-// Where a block has one contribution only there is nothing to sum: if that is asked for, the main
+// Where a block has a single contribution there is nothing to sum. If that is asked for, the main
 // kernel rounds its dq and writes it, and the last kernel never sees it.
 //
-// With MAGI_DQ_FIRST_WRITER there is no order: the first writer stores, and nobody waits but for
-// that store to be complete. Work tiles are scheduled as above all the same, and additions counted,
-// for the last kernel.
+// With MAGI_DQ_FIRST_WRITER there is no order: the first writer stores, and others wait only until
+// that store is complete. Work tiles are still scheduled as above, and contributions counted, for
+// the last kernel.
 //
-// All of that depends on the plan and the sizes of a call alone, so the first call of its kind
-// makes it, and the caller may keep it for the others
-// (`list` in magi/abi.h).
+// All of that depends only on the plan and the sizes of a call, so the first call of its kind makes
+// it, and the caller may keep it for the others (`order` in magi/abi.h).
 //
-// Which order fits a plan and when work tiles are expected to start is in
-// bwd/schedule/simulate.cuh, how they walk in bwd/schedule/plan_reader.cuh, who waits in
-// bwd/producer/dq_store.cuh. tests/kernels/semaphore_model.py has the same rules in Python, with an
-// adversary; test_semaphores_on_cpu.py shows that these files keep to them.
+// See bwd/schedule/simulate.cuh for which order fits a plan and when work tiles are expected to
+// start, bwd/schedule/plan_reader.cuh for traversals, bwd/producer/dq_store.cuh for the waits.
+// tests/kernels/semaphore_model.py has the same rules in Python, with an adversary;
+// test_semaphores_on_cpu.py shows that these files keep to them.
 #pragma once
 
 #include "ffa/sm90/bwd/params.h"
@@ -67,8 +69,8 @@
 
 namespace magi {
 
-// When the work tile of a tile that starts at `start` is expected at a block, in ticks, from bit 16
-// on, and how often it visits it.
+// From bit 16 on, when the work tile of a tile that starts at `start` is expected at a block, in
+// ticks; below, how many contributions it makes to the block.
 template <int kBlockM>
 __device__ __forceinline__ uint64_t contributions_of(const BwdRowParams& p, int tile, int order_idx,
                                                      int start, int block) {
@@ -94,8 +96,8 @@ __device__ __forceinline__ uint64_t contributions_of(const BwdRowParams& p, int 
   return time << 16 | min(count, 0xffffu);
 }
 
-// One thread: so many visits add to a block, the last of them expected `last`. Unless a single one
-// writes dq itself the last kernel has to.
+// One thread: a block has `count` contributions, the last of them expected at `last`. The last
+// kernel writes its dq, unless a single contribution does.
 __device__ __forceinline__ void write_contributions(const BwdRowParams& p, int block, int count,
                                                     int last) {
   const bool is_direct = p.stores_direct && count == 1;
@@ -105,8 +107,9 @@ __device__ __forceinline__ void write_contributions(const BwdRowParams& p, int b
 }
 
 // A whole CTA: the semaphore targets at one block of queries of all work tiles of an L2 group that
-// starts as `table` says. Work tiles of the same heads and pass are compared. And how many there
-// are, which is the same for all heads, and when the last is expected, which is told of the first.
+// starts as `table` says. Work tiles of the same heads and pass are compared. Also the number of
+// contributions, which is the same for all heads, and when the last is expected, by the first
+// heads.
 template <int kThreads, int kBlockM>
 __device__ void assign_semaphore_targets(const BwdRowParams& p, int block, int table) {
   __shared__ uint64_t contributions[kMaxTimed];
@@ -158,7 +161,7 @@ __device__ void assign_semaphore_targets(const BwdRowParams& p, int block, int t
   }
 }
 
-// The same without the semaphore targets: only how many visits there are, and when the last is
+// The same without semaphore targets: only the number of contributions, and when the last is
 // expected.
 template <int kThreads, int kBlockM>
 __device__ void sum_contributions(const BwdRowParams& p, int block) {

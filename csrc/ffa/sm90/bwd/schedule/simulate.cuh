@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which order fits a plan where dq is summed in order (bwd/schedule/semaphore_targets.cuh), and
-// when work tiles are expected to start: how they are scheduled, simulated by one warp ahead of the
-// backward. Tests compile this for the CPU, so `P`, of which it takes sizes, is BwdRowParams
-// elsewhere.
+// Which semaphore order fits a plan (bwd/schedule/semaphore_targets.cuh), and when work tiles are
+// expected to start: one warp simulates the schedule ahead of the backward. Tests compile this for
+// the CPU, so `P`, of which it takes sizes, is BwdRowParams only on the GPU.
 #pragma once
 
 #include "ffa/sm90/bwd/config.h"
@@ -11,7 +10,7 @@
 namespace magi {
 
 // Where L2 keeps most of Q, dO and dq (so many bytes were timed): how many query heads of a work
-// tile are few however few ranks are in work, and with how many work tiles may begin apart.
+// tile are few however few tiles are in work, and up to how many work tiles may start staggered.
 constexpr int64_t kMostKept = 64 << 20;
 constexpr int64_t walked_bytes(int64_t heads_q, int64_t total_q, int dim_blocks) {
   return heads_q * total_q * 8 * 64 * dim_blocks;
@@ -21,22 +20,22 @@ constexpr int few_if_kept(int dim_blocks) {
 }
 constexpr int most_apart(int dim_blocks) { return dim_blocks == 1 ? 2 : 1; }
 
-// A L2 group of heads, in ticks of one head.
+// An L2 group of heads, in ticks of one head.
 struct ScheduleModel {
   int tiles, per_tile;  // work tiles of each tile: one for each head unit, or for each part of
                         // those that are split
   int split_begin, split_end, parts,
-      split_ticks;  // ranks that are, in how many parts, and what a block of one takes
-  int num_ctas;     // CTAs
+      split_ticks;  // order indices that are split, into how many parts, what a block of one takes
+  int num_ctas;
   int late;  // by which work tiles of a tile that begin first are behind those of the tile before
   int ends_after;   // in addition to its blocks, what a work tile takes
   int scale;        // by which starts are multiplied
   bool has_second;  // another L2 group behind it has starts of its own
 };
 
-// Whether work tiles that all walk one way begin some blocks apart. Bands are apart as they are. Of
-// several L2 groups, or of more heads in a work tile, it lost where it was timed: what work tiles
-// walk is all over Q, dO and dq then, of which L2 has to keep more.
+// Whether work tiles that all descend start staggered, some blocks apart. Bands are apart anyway.
+// With several L2 groups, or with more heads in a work tile, it lost where it was timed: work tiles
+// are all over Q, dO and dq then, and L2 has to keep more of them.
 template <typename P>
 __device__ __forceinline__ bool begin_apart(const P& p, int flags, int bands) {
   return bands == 0 && p.splits_per_split_tile == 1 && flags & kTimed &&
@@ -68,13 +67,14 @@ __device__ __forceinline__ int flags_of(const P& p, int bands, int others, bool 
   return flags | (!p.first_writer && !by_head && p.target_tables == 2 ? kLaterTargets : 0);
 }
 
-// How work tiles of the first L2 group are scheduled, and of the second behind it. Where there are
-// several, each has more work tiles than there are places.
+// How the work tiles of the first L2 group are scheduled, and those of the second behind it. Where
+// there are several groups, each has more work tiles than there are CTAs.
 template <typename P>
 __device__ __forceinline__ ScheduleModel schedule_model_of(const P& p, int flags) {
-  // What waiting for those before it takes a work tile of the first, in halves of a step: twice
-  // what an addition takes, as to expect it late costs less than early. And to begin and end a work
-  // tile takes two steps and a half.
+  // Start-up lag, in half steps: the work tiles that start first meet at the same blocks, and each
+  // waits for the one before. It is twice what an addition takes, because expecting a work tile too
+  // late costs less than expecting it too early. To begin and end a work tile takes two steps and a
+  // half.
   const int late_halves = p.dim_blocks == 1 ? 5 : p.dim_blocks == 2 ? 3 : 2;
   const bool is_one_way = flags & (kByHead | kAllDescending);
   const int late = is_one_way ? 0 : kTicks * late_halves / (2 * p.heads_per_split);

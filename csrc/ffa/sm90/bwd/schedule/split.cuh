@@ -6,10 +6,9 @@
 // end. The host makes a work list (magi/schedule.h), in which some work tiles are split: by query
 // heads, or where one document ends and the next begins.
 //
-// With more of them, in m-blocks of 80, the host splits the work tiles of the last round if they
-// are too few to fill it. Under a full mask all work tiles are equal, and that round would
-// otherwise take as long as the others. Where the heaviest come first, parts of light ones cost
-// little.
+// With more of them, in m-blocks of 80, the host splits the work tiles of the last wave if they are
+// too few to fill it. Under a full mask all work tiles are equal, and that wave would otherwise
+// take as long as the others. Where the heaviest come first, parts of light ones cost little.
 //
 // In deterministic order there is no work list. The caller says which tiles are split
 // (kernels/ffa/schedule/tile_splits.py): all their work tiles, by query heads.
@@ -25,7 +24,8 @@ namespace magi {
 // from one; zero for a whole one.
 __device__ __forceinline__ int partial_idx(int word) { return word >> kPartialBit; }
 
-// Whether it has, for all heads, the blocks of queries before a cut, or those from it on.
+// Whether the work tile is one side of a split along the queries, with all heads: the blocks before
+// an m-block, or those from it on.
 __device__ __forceinline__ bool is_cut(int word) {
   return partial_idx(word) > 0 && word >> kCutBit & 1;
 }

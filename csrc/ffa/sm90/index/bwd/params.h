@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the backwards of index attention that keep queries are launched with.
+// What the query-stationary backwards of index attention are launched with.
 #pragma once
 
 #include <cuda.h>

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a block of keys gets of one list: rows of an accumulator, added to sums in global memory or
-// left beside them.
+// The partial dk and dv that a block of keys gets from one list: rows of an accumulator, added to
+// sums in global memory or stored as partials.
 #pragma once
 
 #include "ffa/common/ptx/atomics.cuh"

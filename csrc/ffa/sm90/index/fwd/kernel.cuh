@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Forward of index attention for sm_90a. A work tile is one list of keys and query rows that share
-// it; a CTA walks the keys in blocks that its first warpgroup gathers, and writes the output once.
+// it; a CTA iterates over the keys in blocks that its first warpgroup gathers, and writes the
+// output once.
 #pragma once
 
 #include "ffa/common/ptx/shared.cuh"

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The feeding side of the forward of index attention: one warpgroup, whose first thread starts the
+// The producer of the forward of index attention: one warpgroup, whose first thread starts the
 // copies of Q and all of which gather the rows of K and V.
 #pragma once
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Writes dk and dv of a tile of keys. Where its query heads are shared out, each part adds those of
-// the parts before it, and the last one rounds the sum.
+// Writes dk and dv of a tile of keys. Where its query heads are split, each part adds those of the
+// parts before it, and the last one rounds the sum.
 #pragma once
 
 #include "ffa/sm90/bwd/epilogue.cuh"

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Backward of index attention for sm_90a that keeps keys. A CTA takes a tile of 128 keys of one kv
-// head and visits the blocks of 64 queries that see any of them, of some or all query heads of the
-// group: dk and dv stay in registers and are written once, dq is added in float32 in L2. A step is
-// that of the dense backward (bwd/mainloop/step.cuh), but for its mask.
+// Backward of index attention for sm_90a that is key-stationary. A CTA takes a tile of 128 keys of
+// one kv head and iterates over the blocks of 64 queries that see any of them, of some or all query
+// heads of the group: dk and dv stay in registers and are written once, dq is added in float32 in
+// L2. A step is that of the dense backward (bwd/mainloop/step.cuh), but for its mask.
 #pragma once
 
 #include "ffa/sm90/index/bwd/keys/epilogue.cuh"

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Host side of the backward of index attention that keeps keys: parameters and the five launches.
+// Host side of the key-stationary backward of index attention: parameters and the five launches.
 #pragma once
 
 #include "ffa/common/host.h"

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A step of the backward that keeps keys: that of the dense backward with a mask by granules, or
+// A step of the key-stationary backward: that of the dense backward with a mask by granules, or
 // less of it where no key of a warpgroup sees the queries.
 #pragma once
 

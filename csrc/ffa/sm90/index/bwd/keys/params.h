@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the backward of index attention that keeps keys is launched with.
+// What the key-stationary backward of index attention is launched with.
 #pragma once
 
 #include <cuda_runtime.h>

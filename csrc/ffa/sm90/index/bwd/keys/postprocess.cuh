@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rounds the dq of the backward that keeps keys.
+// Rounds the dq of the key-stationary backward.
 #pragma once
 
 #include "ffa/sm90/bwd/rows/postprocess.cuh"

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The feeding side of the backward that keeps keys: a lane that takes work tiles, one that copies
-// Q, dO and the statistics of each step, one that copies K and V, and a warp that clears keys which
-// nobody sees.
+// The producer of the key-stationary backward: a lane that takes work tiles, one that copies Q, dO
+// and the statistics of each step, one that copies K and V, and a warp that clears keys which no
+// query sees.
 #pragma once
 
 #include "ffa/sm90/bwd/producer/row_guard.cuh"

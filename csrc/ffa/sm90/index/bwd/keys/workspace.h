@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the workspace of the backward of index attention that keeps keys holds.
+// What the workspace of the key-stationary backward of index attention holds.
 #pragma once
 
 #include "ffa/sm90/bwd/workspace.h"

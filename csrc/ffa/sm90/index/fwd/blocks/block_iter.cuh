@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The way of a consumer warpgroup through the steps of a list, see fwd/block_iter.cuh.
+// How a consumer warpgroup iterates over the steps of a list, see fwd/block_iter.cuh.
 #pragma once
 
 #include "ffa/common/softmax.cuh"

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The feeding side of the forward of block lists: a lane that takes work tiles, and one that copies
+// The producer of the forward of block lists: a lane that takes work tiles, and one that copies
 // Q and the listed blocks of K and V.
 #pragma once
 

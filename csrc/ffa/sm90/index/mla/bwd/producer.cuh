@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The feeding side of the backward of index attention in MLA's form: one warpgroup, whose first
+// The producer of the backward of index attention in MLA's form: one warpgroup, whose first
 // thread starts the copies of Q and dout, and all of which bring lse and delta and gather latents.
 #pragma once
 

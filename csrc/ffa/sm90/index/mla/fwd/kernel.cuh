@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Forward of index attention in MLA's form for sm_90a: the values are the first columns of the
-// keys. A work item is one list and 64 query rows that share it. Two consumer warpgroups take the
-// blocks of 64 keys in turn, make the scores and P of their own, and accumulate half of the output
+// keys. A work tile is one list and 64 query rows that share it. Two consumer warpgroups alternate
+// over the blocks of 64 keys, make the scores and P of their own, and accumulate half of the output
 // columns of all.
 #pragma once
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The feeding side of the forward of index attention in MLA's form: one warpgroup, whose first
+// The producer of the forward of index attention in MLA's form: one warpgroup, whose first
 // thread starts the copies of Q and all of which gather rows of latents.
 #pragma once
 
