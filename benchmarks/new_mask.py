@@ -14,7 +14,6 @@ has seen. Copies to a GPU are not counted.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -25,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 from masks import sample_documents
-from result_file import environment
+from result_file import plain_settings, write_results
 
 from magi_attention.comm.collectives.layout import A2AVLayout
 from magi_attention.common.mask import Mask
@@ -172,8 +171,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 rows.append(measure(tokens, ranks, name, max(options.repeats, 1)))
                 print(line(rows[-1]), flush=True)
     if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps({"environment": environment(), "rows": rows}, indent=1) + "\n")
+        write_results(options.out, plain_settings(options), rows=rows)
     return 0
 
 

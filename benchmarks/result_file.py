@@ -67,15 +67,28 @@ def plain_settings(options: argparse.Namespace, left_out: Sequence[str] = ()) ->
     return {name: value for name, value in vars(options).items() if name not in {"out", *left_out}}
 
 
+def record_text(data: dict[str, Any]) -> str:
+    """``data`` as JSON: an entry a line, and of an entry that is a list of rows each row a line, so that a new
+    measurement is a diff of the rows that it measured."""
+    entries = []
+    for name, value in data.items():
+        text = json.dumps(value)
+        if isinstance(value, list) and value and all(isinstance(row, dict) for row in value):
+            text = "[\n  " + ",\n  ".join(map(json.dumps, value)) + "\n ]"
+        entries.append(f" {json.dumps(name)}: {text}")
+    return "{\n" + ",\n".join(entries) + "\n}\n"
+
+
 def write_results(
     out: Path, settings: dict[str, Any] | list[dict[str, Any]], machine: dict[str, Any] | None = None, **measured: Any
 ) -> dict[str, Any]:
-    """Writes OUT.json, makes its folder and returns what is in the file.
+    """Writes OUT.json (OUT may end so already), makes its folder and returns what is in the file.
 
     ``machine``: what ``environment`` gave, which is asked now if None. ``measured``: the entries beside it and the
     settings.
     """
     data = {"environment": machine or environment(), "settings": settings, **measured}
     out.parent.mkdir(parents=True, exist_ok=True)
-    Path(f"{out}.json").write_text(json.dumps(data, indent=1) + "\n")
+    file = out if out.suffix == ".json" else Path(f"{out}.json")
+    file.write_text(record_text(data))
     return data
