@@ -57,7 +57,7 @@ class Clock:
 
 def interleaved_us(
     calls: Mapping[str, Call], repeats: int, failed: dict[str, str], lead_cycles: int = LEAD_CYCLES,
-    device: str = "cuda",
+    device: str = "cuda", warm_up_s: float = WARM_UP_SECONDS,
 ) -> dict[str, list[float]]:  # fmt: skip
     """Microseconds of each call, ``repeats`` times each in turns, so that clocks and heat drift for all alike.
 
@@ -78,7 +78,7 @@ def interleaved_us(
 
     clock = Clock(torch.device(device))
     started = time.perf_counter()
-    while calls and time.perf_counter() - started < WARM_UP_SECONDS:
+    while calls and time.perf_counter() - started < warm_up_s:
         for name in list(calls):
             attempt(name)
         clock.synchronise()
