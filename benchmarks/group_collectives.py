@@ -3,6 +3,8 @@
 
     torchrun --nproc-per-node 2 benchmarks/group_collectives.py [--rows 8,512,4K,16K] [--heads 8] [--head-dim 128]
                                                                 [--beside 8K] [--out benchmarks/results/NAME]
+    torchrun --nproc-per-node 2 benchmarks/group_collectives.py nodes [--help]
+    python benchmarks/group_collectives.py rows [--help]
 
 Each rank casts ``rows`` rows of K and V to every other rank, and adds what it gets back. ``copy`` moves as many bytes
 to every other rank by ``Tensor.copy_`` into symmetric memory, by the copy engines. Times are of one operation out of
@@ -34,6 +36,7 @@ from cp_gather import all_gather, reduce_scatter  # noqa: E402
 from cp_timing import Clock  # noqa: E402
 from kernel import make_inputs  # noqa: E402
 from masks import make_case  # noqa: E402
+from parts import run_part, told  # noqa: E402
 from peers import our_backend  # noqa: E402
 from picture import draw  # noqa: E402
 from progress import steps  # noqa: E402
@@ -47,6 +50,10 @@ from magi_attention.common.group_spec import GroupSpec  # noqa: E402
 from magi_attention.config import GrpCollConfig  # noqa: E402
 from magi_attention.kernels import AttnOptions  # noqa: E402
 
+PARTS = {
+    "nodes": ("node_exchange", "casts and reduces over logical nodes, by NVSHMEM"),
+    "rows": ("range_ops", "kernels that move and add rows on one GPU, beside a plain copy"),
+}
 IN_A_GRAPH = 10
 LEAD_CYCLES = 2_000_000  # about 1 ms of idling, in which the host gets its launches queued
 NO_LISTS: tuple = ([], [], [], [])
@@ -226,7 +233,7 @@ def table(cells: Sequence[dict]) -> str:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], epilog=told(PARTS))
     add = parser.add_argument
     add("--rows", type=list_of(parse_size), default="8,512,4K,16K", help="to every other rank (8,512,4K,16K)")
     add("--heads", type=int, default=8, help="kv heads (8)")
@@ -239,6 +246,8 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    if (done := run_part(arguments, PARTS)) is not None:
+        return done
     parser = make_parser()
     options = parser.parse_args(arguments)
     has_gpu = torch.cuda.is_available()
