@@ -73,13 +73,11 @@ def line(row: dict) -> str:
 
 def draw(path: Path, rows: list[dict]) -> None:
     """Efficiency by mask and number of GPUs, with and without."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    from magi_attention.report.pictures import new_figure
 
     names, sizes = (list(dict.fromkeys(row[key] for row in rows)) for key in ("mask", "gpus"))
-    figure = Figure(figsize=(11, 3.6), dpi=110, layout="constrained")
-    FigureCanvasAgg(figure)
-    for axis, gpus in zip(figure.subplots(1, len(sizes), sharey=True, squeeze=False)[0], sizes):
+    figure, axes = new_figure(11, 3.6, len(sizes), sharey=True)
+    for axis, gpus in zip(axes, sizes):
         for shift, knows_nodes in ((-0.2, False), (0.2, True)):
             values = [r["efficiency"] for n in names for r in rows
                       if (r["mask"], r["gpus"], r["knows_nodes"]) == (n, gpus, knows_nodes)]  # fmt: skip
@@ -88,7 +86,6 @@ def draw(path: Path, rows: list[dict]) -> None:
         axis.axhline(0.9, color="#6e7780", linewidth=0.8, linestyle=":")
         axis.set_xticks(range(len(names)), [name.replace("_", " ") for name in names], rotation=60, ha="right")
         axis.set_title(f"{gpus:,} GPUs, a model", fontsize=10)
-        axis.spines[["top", "right"]].set_visible(False)
     figure.axes[0].set_ylabel("efficiency")
     figure.axes[0].legend(fontsize=7, frameon=False, loc="lower left")
     figure.savefig(path)

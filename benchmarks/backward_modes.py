@@ -30,8 +30,8 @@ from kernel import make_inputs, size_of
 from masks import NAMES, Case
 from peers_backward import OurGradients
 from result_file import plain_settings, write_results
-from timing import LONG_LEAD_CYCLES, interleaved_us
 
+from magi_attention.benchmarking.timing import LONG_LEAD_CYCLES, interleaved_us
 from magi_attention.kernels.ffa import backward as ffa_bwd
 from magi_attention.kernels.ffa.backend import FfaBackend
 from magi_attention.kernels.ffa.schedule import work_tiles

@@ -41,8 +41,8 @@ from masks import ALL_NAMES, Case  # noqa: E402
 from peers import forward_of  # noqa: E402
 from peers_backward import OurGradients  # noqa: E402
 from sparse_cases import NAMES as SPARSE_NAMES  # noqa: E402
-from timing import interleaved_us, summary  # noqa: E402
 
+from magi_attention.benchmarking.timing import interleaved_us, summary  # noqa: E402
 from magi_attention.env import build as env  # noqa: E402
 from magi_attention.kernels.ffa import backward as ffa_bwd  # noqa: E402
 from magi_attention.kernels.ffa.backend import FfaBackend  # noqa: E402

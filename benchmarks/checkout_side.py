@@ -13,6 +13,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -20,12 +21,16 @@ import sparse_cases
 import torch
 from case_options import DTYPES
 from masks import make_case
-from timing import LONG_LEAD_CYCLES, interleaved_us, reason_of, summary
 
 import magi_attention
 from magi_attention import api
 
 ROWS_COMPARED = 64
+_spec = spec_from_file_location("timing", Path(__file__).parents[1] / "magi_attention" / "benchmarking" / "timing.py")
+assert _spec and _spec.loader
+timing = module_from_spec(_spec)
+sys.modules["timing"] = timing
+_spec.loader.exec_module(timing)
 Results = tuple[torch.Tensor, ...]
 Call = Callable[[], Results]
 
@@ -105,10 +110,11 @@ class Side:
     def time(self, request: Mapping[str, Any]) -> dict[str, Any]:
         failed: dict[str, str] = {}
         assert self._call is not None
-        times = interleaved_us(
-            {"call": self._call}, request["repeats"], failed, LONG_LEAD_CYCLES, self._device.type, request["warm_up"]
-        )
-        return {"reason": failed["call"]} if failed else summary(times["call"])
+        times = timing.interleaved_us(
+            {"call": self._call}, request["repeats"], failed, timing.LONG_LEAD_CYCLES, self._device.type,
+            request["warm_up"],
+        )  # fmt: skip
+        return {"reason": failed["call"]} if failed else timing.summary(times["call"])
 
     def close(self, request: Mapping[str, Any]) -> dict[str, Any]:
         self._call = None
@@ -126,7 +132,7 @@ def serve(requests: TextIO, answers: TextIO) -> None:
         try:
             answer = getattr(side, request["do"])(request)
         except Exception as failure:  # a commit that lacks something is a finding
-            answer = {"reason": reason_of(failure)}
+            answer = {"reason": timing.reason_of(failure)}
         print(json.dumps(answer), file=answers, flush=True)
 
 

@@ -183,13 +183,11 @@ def growth() -> list[dict]:
 
 def draw(path: Path, rows: list[dict], grown: list[dict]) -> None:
     """Mean rows over those of MinHeap, and the growth of planning."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    from magi_attention.report.pictures import new_figure
 
     names = list(dict.fromkeys(row["mask"] for row in rows))
-    figure = Figure(figsize=(3.2 * (len(names) // 2 + 1), 6), dpi=110, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots(2, len(names) // 2 + 1, squeeze=False)
+    columns = len(names) // 2 + 1
+    figure, axes = new_figure(3.2 * columns, 6, columns, rows=2)
     for axis, name in zip(axes[:, :-1].flat, names):
         for label, colour in COLOURS.items():
             points = []

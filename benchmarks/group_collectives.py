@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import random
 import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -33,7 +32,6 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from case_options import list_of, parse_size  # noqa: E402
 from cp_gather import all_gather, reduce_scatter  # noqa: E402
-from cp_timing import Clock  # noqa: E402
 from kernel import make_inputs  # noqa: E402
 from masks import make_case  # noqa: E402
 from parts import run_part, told  # noqa: E402
@@ -41,8 +39,9 @@ from peers import our_backend  # noqa: E402
 from picture import draw  # noqa: E402
 from progress import steps  # noqa: E402
 from result_file import plain_settings, write_results  # noqa: E402
-from timing import middle_and_quantiles  # noqa: E402
 
+from magi_attention.benchmarking.timing import Clock, interleaved_us, middle_and_quantiles  # noqa: E402
+from magi_attention.cli.common import table_text  # noqa: E402
 from magi_attention.comm.collectives.group import group_cast, group_reduce  # noqa: E402
 from magi_attention.comm.collectives.layout import A2AVLayout  # noqa: E402
 from magi_attention.comm.transport.torch import as_transport  # noqa: E402
@@ -90,19 +89,8 @@ def graph_of(call: Call, count: int, held: object = None) -> Call:
 
 def times_us(calls: dict[str, Call], repeats: int) -> dict[str, list[float]]:
     """Microseconds of each call on this rank, in an order that changes from round to round, alike on all ranks."""
-    order, clock = random.Random(0), Clock(device(), flush=False)
-    marks: dict[str, list] = {name: [] for name in calls}
-    for number in range(repeats + 2):
-        for name in order.sample(list(calls), len(calls)):
-            clock.idle(LEAD_CYCLES)
-            clock.meet()  # all ranks begin together
-            first = clock.mark()
-            calls[name]()
-            second = clock.mark()
-            if number >= 2:
-                marks[name].append((first, second))
-        clock.synchronise()
-    return {name: [clock.between(a, b) * 1e3 for a, b in pairs] for name, pairs in marks.items()}
+    clock = Clock(device(), None, is_shared=True)
+    return interleaved_us(calls, repeats, None, LEAD_CYCLES, clock=clock, warm_up_rounds=2)
 
 
 def over_ranks(*values: float) -> list[float]:
@@ -221,15 +209,14 @@ def beside(rows: int, tokens: int, options: argparse.Namespace) -> dict:
 
 
 def table(cells: Sequence[dict]) -> str:
-    names = list(cells[0]["us"])
-    lines = [f"{'rows':>7}{'MiB':>8}" + "".join(f"{n:>{len(n) + 9}}" for n in names) + "   us (GB/s received)"]
+    names, shared = list(cells[0]["us"]), [n for n in ("cast", "reduce") if "copy" in cells[0]["us"]]
+    rows = [["rows", "MiB", *names, *(f"{n} / copy" for n in shared)]]
     for cell in cells:
         rates = {n: cell["received_bytes"] / us / 1e3 for n, us in cell["us"].items()}
-        texts = [f"{us:.1f} ({rates[n]:.0f})".rjust(len(n) + 9) for n, us in cell["us"].items()]
-        shares = ", ".join(f"{n} {rates[n] / rates['copy']:.2f}" for n in ("cast", "reduce") if "copy" in rates)
-        size = cell["received_bytes"] / 2**20
-        lines.append(f"{cell['rows']:>7}{size:>8.2f}" + "".join(texts) + (f"   of copy: {shares}" if shares else ""))
-    return "\n".join(lines)
+        texts = [f"{us:.1f} ({rates[n]:.0f})" for n, us in cell["us"].items()]
+        shares = [f"{rates[n] / rates['copy']:.2f}" for n in shared]
+        rows.append([str(cell["rows"]), f"{cell['received_bytes'] / 2**20:.2f}", *texts, *shares])
+    return table_text("us (GB/s received)", rows)
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -38,7 +38,9 @@ from picture import draw  # noqa: E402
 from progress import steps  # noqa: E402
 from reference import ROWS_CHECKED, BackwardCheck, ForwardCheck  # noqa: E402
 from result_file import plain_settings, write_results  # noqa: E402
-from timing import LONG_LEAD_CYCLES, as_graph, host_us, interleaved_us, reason_of, summary  # noqa: E402
+
+from magi_attention.benchmarking.timing import LONG_LEAD_CYCLES, as_graph, host_us, interleaved_us, reason_of, summary  # noqa: E402
+from magi_attention.cli.common import table_text  # noqa: E402
 
 # Per head and head dim: a multiply-add in each product, two of them forward and five backward.
 FLOPS_PER_PAIR = {"forward": 4, "backward": 10, "both": 14}
@@ -242,11 +244,10 @@ def table(results: Sequence[Result], names: Sequence[str]) -> str:
         used = next((r.workspace_bytes for r in of.values() if r.workspace_bytes is not None), None)
         workspace = "-" if used is None else f"{used:,}"
         rows.append([mask, size_of(seqlen), *cells, us, *ratios, host, *([workspace] if has_workspace else [])])
-    widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
-    lines = ["  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(r, widths))) for r in rows]
     reasons = {f"{r.name} on {r.mask}, {r.seqlen} tokens: {r.reason}" for r in results if r.reason}
     title = ", ".join(TITLES[d] for d in dict.fromkeys(r.direction for r in results))
-    return "\n".join([f"Attention {title}, TFLOP/s", *lines, *by_draws(results, names), *sorted(reasons)])
+    text = table_text(f"Attention {title}, TFLOP/s", rows)
+    return "\n".join([text, *by_draws(results, names), *sorted(reasons)])
 
 
 def settings_of(options: argparse.Namespace) -> dict:

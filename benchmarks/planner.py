@@ -29,9 +29,9 @@ from parts import run_part, told  # noqa: E402
 from picture import draw, short  # noqa: E402
 from progress import steps  # noqa: E402
 from result_file import plain_settings, write_results  # noqa: E402
-from timing import middle_and_quantiles  # noqa: E402
 
 from magi_attention.api import DispatchConfig, DistAttnConfig, Mask, make_plan  # noqa: E402
+from magi_attention.benchmarking.timing import middle_and_quantiles  # noqa: E402
 
 PARTS = {
     "dispatch": ("dispatch", "balance and rows fetched by dispatch, and how planning grows"),

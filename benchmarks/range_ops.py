@@ -20,8 +20,8 @@ from pathlib import Path
 import numpy as np
 import torch
 from result_file import plain_settings, write_results
-from timing import host_us, interleaved_us
 
+from magi_attention.benchmarking.timing import host_us, interleaved_us
 from magi_attention.comm.collectives.layout import Rows, copy_rows
 from magi_attention.kernels import range_fill_, range_gather, range_reduce
 
