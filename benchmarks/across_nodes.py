@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What it saves that the dispatch knows which ranks share a node: rows between nodes, and modelled efficiency.
 
-    python benchmarks/across_nodes.py [--gpus 64,512] [--masks documents,causal] [--node 8] [--out OUT]
+    python benchmarks/planner.py nodes [--gpus 64,512] [--masks documents,causal] [--node 8] [--out OUT]
 
 Plans for real, rows counted, times by the model of `magi simulate` (one launch, 400 Gb/s of network for each GPU): no
 GPU is used, and nothing was measured over a network. ``documents`` are those of docs/guides/simulate.md.
@@ -10,21 +10,18 @@ GPU is used, and nothing was measured over a network. ``documents`` are those of
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
+import numpy as np
+from case_options import list_of, parse_size
+from dispatch import MASKS as DISPATCHED
+from result_file import plain_settings, write_results
 
-import numpy as np  # noqa: E402
-from case_options import list_of, parse_size  # noqa: E402
-from dispatch import MASKS as DISPATCHED  # noqa: E402
-from result_file import plain_settings, write_results  # noqa: E402
-
-from magi_attention.common.mask import Mask  # noqa: E402
-from magi_attention.simulate import Case, Cluster, estimate  # noqa: E402
-from magi_attention.simulate.ways import WAYS, share_seconds  # noqa: E402
+from magi_attention.common.mask import Mask
+from magi_attention.simulate import Case, Cluster, estimate
+from magi_attention.simulate.ways import WAYS, share_seconds
 
 LENGTHS = (30_000, 2_000, 500, 9_000, 1_200, 700, 4_000)
 WAY = "one launch"
@@ -76,13 +73,11 @@ def line(row: dict) -> str:
 
 def draw(path: Path, rows: list[dict]) -> None:
     """Efficiency by mask and number of GPUs, with and without."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    from magi_attention.report.pictures import new_figure
 
     names, sizes = (list(dict.fromkeys(row[key] for row in rows)) for key in ("mask", "gpus"))
-    figure = Figure(figsize=(11, 3.6), dpi=110, layout="constrained")
-    FigureCanvasAgg(figure)
-    for axis, gpus in zip(figure.subplots(1, len(sizes), sharey=True, squeeze=False)[0], sizes):
+    figure, axes = new_figure(11, 3.6, len(sizes), sharey=True)
+    for axis, gpus in zip(axes, sizes):
         for shift, knows_nodes in ((-0.2, False), (0.2, True)):
             values = [r["efficiency"] for n in names for r in rows
                       if (r["mask"], r["gpus"], r["knows_nodes"]) == (n, gpus, knows_nodes)]  # fmt: skip
@@ -91,14 +86,13 @@ def draw(path: Path, rows: list[dict]) -> None:
         axis.axhline(0.9, color="#6e7780", linewidth=0.8, linestyle=":")
         axis.set_xticks(range(len(names)), [name.replace("_", " ") for name in names], rotation=60, ha="right")
         axis.set_title(f"{gpus:,} GPUs, a model", fontsize=10)
-        axis.spines[["top", "right"]].set_visible(False)
     figure.axes[0].set_ylabel("efficiency")
     figure.axes[0].legend(fontsize=7, frameon=False, loc="lower left")
     figure.savefig(path)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(prog="planner.py nodes", description=(__doc__ or "").split("\n")[0])
     add = parser.add_argument
     add("--masks", type=list_of(str, list(MASKS)), default=list(MASKS), metavar="A,B", help=", ".join(MASKS))
     add("--gpus", type=list_of(int), default=[64, 512, 4096], metavar="A,B", help="numbers of GPUs (64,512,4096)")
@@ -116,7 +110,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
         write_results(options.out, {**plain_settings(options), "way": WAY}, rows=rows)
         draw(options.out.with_suffix(".png"), rows)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

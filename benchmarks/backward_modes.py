@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What each mode of the backward is worth: the schedule that is chosen, beside the same with one mode changed.
 
-    python benchmarks/backward_modes.py [--masks varlen_full,causal] [--seqlens 4K,8K,16K,32K] [--samples 3]
+    python benchmarks/kernel.py modes [--masks varlen_full,causal] [--seqlens 4K,8K,16K,32K] [--samples 3]
                                         [--deterministic] [--out benchmarks/results/NAME]
 
 A figure is the time of what is chosen over the time with the mode changed, in one run. If a mode is on, 0.90 says
@@ -24,22 +24,20 @@ from statistics import median
 from typing import NamedTuple
 from unittest import mock
 
-sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
+import torch
+from case_options import DTYPES, add_case_options, cases_of
+from kernel import make_inputs, size_of
+from masks import NAMES, Case
+from peers_backward import OurGradients
+from result_file import plain_settings, write_results
 
-import torch  # noqa: E402
-from case_options import DTYPES, add_case_options, cases_of  # noqa: E402
-from kernel import make_inputs, size_of  # noqa: E402
-from masks import NAMES, Case  # noqa: E402
-from peers_backward import OurGradients  # noqa: E402
-from result_file import plain_settings, write_results  # noqa: E402
-from timing import LONG_LEAD_CYCLES, interleaved_us  # noqa: E402
-
-from magi_attention.kernels.ffa import backward as ffa_bwd  # noqa: E402
-from magi_attention.kernels.ffa.backend import FfaBackend  # noqa: E402
-from magi_attention.kernels.ffa.schedule import work_tiles  # noqa: E402
-from magi_attention.kernels.ffa.schedule.select_schedule import BwdSchedule  # noqa: E402
-from magi_attention.kernels.ffa.schedule.tile_splits import NONE  # noqa: E402
-from magi_attention.native.ffa import BackwardNeeds, FfaLibrary  # noqa: E402
+from magi_attention.benchmarking.timing import LONG_LEAD_CYCLES, interleaved_us
+from magi_attention.kernels.ffa import backward as ffa_bwd
+from magi_attention.kernels.ffa.backend import FfaBackend
+from magi_attention.kernels.ffa.schedule import work_tiles
+from magi_attention.kernels.ffa.schedule.select_schedule import BwdSchedule
+from magi_attention.kernels.ffa.schedule.tile_splits import NONE
+from magi_attention.native.ffa import BackwardNeeds, FfaLibrary
 
 NOTICED = 0.02  # of 1, from which on a figure is no noise
 CHOSEN = "chosen"
@@ -140,7 +138,7 @@ def summary(figures: Sequence[dict[str, float]]) -> list[str]:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(prog="kernel.py modes", description=__doc__.split("\n")[0])
     add_case_options(parser, NAMES, "4K,8K,16K,32K", samples=3)
     parser.add_argument("--deterministic", action="store_true", help="backwards with deterministic=True")
     parser.add_argument("--out", type=Path, help="write OUT.json")
@@ -170,7 +168,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.out:
         write_results(options.out, plain_settings(options), results=records)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

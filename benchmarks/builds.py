@@ -1,16 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds of our own kernel library beside each other: what does a change to a kernel cost or gain?
+"""Two checkouts, or builds of our own kernel library, beside each other: what does a change cost or gain?
 
+    python benchmarks/builds.py OLD_CHECKOUT NEW_CHECKOUT [--functions attend] [--records FILE] [--out OUT]
     python benchmarks/builds.py old/libmagi_ffa_sm90.so new/libmagi_ffa_sm90.so
                                 [--direction forward|backward] [--masks causal,varlen_full] [--seqlens 4K,32K] [--turns]
                                 [--steps chosen,cleared,64,80,128] [--documents 4K] [--window 512]
 
-All are loaded into one process and run in turns on the same inputs, because a machine on another day, or the same one
-when it is hotter, differs by more than most changes do. Each result is compared with a float32 reference first. The
-table has TFLOP/s of the first build and the speed of the others over it; "-" where a build failed on a draw. Files may
-be compressed by gzip; a build is named by its file, or by its folder where files have the same name. With --steps each
-is run with steps of so many queries in place of those that it would choose, as NAME+64 and NAME+80; or with those, but
-dq_accum cleared where the first writer would store, as NAME+cleared.
+Folders are checkouts, two of them: ``checkouts.py`` says how their public functions are compared, over the cells of the
+committed records, or of --masks at --seqlens. It fails where the new one takes over 1% longer.
+
+Files are libraries. All are loaded into one process and run in turns on the same inputs, because a machine on another
+day, or the same one when it is hotter, differs by more than most changes do. Each result is compared with a float32
+reference first. The table has TFLOP/s of the first build and the speed of the others over it; "-" where a build failed
+on a draw. Files may be compressed by gzip; a build is named by its file, or by its folder where files have the same
+name. With --steps each is run with steps of so many queries in place of those that it would choose, as NAME+64 and
+NAME+80; or with those, but dq_accum cleared where the first writer would store, as NAME+cleared.
 """
 
 from __future__ import annotations
@@ -29,14 +33,16 @@ from statistics import fmean
 
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
 
+import checkouts  # noqa: E402
 import torch  # noqa: E402
 from case_options import DTYPES, add_case_options, cases_of, head_dims_of, list_of  # noqa: E402
 from kernel import Result, flops_per_pair, make_inputs, prepare  # noqa: E402
-from masks import Case  # noqa: E402
+from masks import ALL_NAMES, Case  # noqa: E402
 from peers import forward_of  # noqa: E402
 from peers_backward import OurGradients  # noqa: E402
-from timing import interleaved_us, summary  # noqa: E402
+from sparse_cases import NAMES as SPARSE_NAMES  # noqa: E402
 
+from magi_attention.benchmarking.timing import interleaved_us, summary  # noqa: E402
 from magi_attention.env import build as env  # noqa: E402
 from magi_attention.kernels.ffa import backward as ffa_bwd  # noqa: E402
 from magi_attention.kernels.ffa.backend import FfaBackend  # noqa: E402
@@ -146,17 +152,40 @@ def measure(case: Case, makers: dict, options: argparse.Namespace) -> tuple[dict
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     add = parser.add_argument
-    add("builds", type=Path, nargs="+", metavar="LIBRARY", help="the first is what the others are compared with")
-    add("--direction", choices=("forward", "backward"), default="backward")
+    text = "libraries, or two checkouts; the first is what the others are compared with"
+    add("builds", type=Path, nargs="+", metavar="BUILD", help=text)
+    add("--direction", choices=("forward", "backward"), help="libraries: backward without it; checkouts: both")
     add("--turns", action="store_true", help="backward: also with dq summed in a fixed order")
     add("--steps", type=list_of(str, STEPS), default=["chosen"], metavar="A,B", help="backward: " + ", ".join(STEPS))
-    add_case_options(parser, ["full", "causal"], "4K,16K", samples=1)
+    add_case_options(parser, [], "", samples=1, has_more_masks=True)
+    parser.set_defaults(masks=None, seqlens=None)
+    checkouts.add_options(parser)
     return parser
+
+
+def compare_checkouts(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+    """What ``main`` gives where folders are named."""
+    if len(options.builds) != 2 or not all((f / "magi_attention").is_dir() for f in options.builds):
+        parser.error("name two checkouts, each a folder with magi_attention in it, or libraries.")
+    if options.turns or options.steps != ["chosen"]:
+        parser.error("--turns and --steps are for libraries.")
+    if wrong := [name for name in options.masks or () if not checkouts.is_mask(name)]:
+        parser.error(f"{', '.join(wrong)}: no mask; there are {', '.join((*ALL_NAMES, *SPARSE_NAMES))}.")
+    if min(options.rounds, options.repeats, options.samples) < 1:
+        parser.error("--rounds, --repeats and --samples must be 1 or more.")
+    options.directions = checkouts.DIRECTIONS if options.direction is None else (options.direction,)
+    return checkouts.compare(*options.builds, options)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser()
     options = parser.parse_args(arguments)
+    if any(path.is_dir() for path in options.builds):
+        return compare_checkouts(parser, options)
+    options.direction = options.direction or "backward"
+    options.masks, options.seqlens = options.masks or ["full", "causal"], options.seqlens or [4096, 16384]
+    if wrong := [name for name in options.masks if name not in ALL_NAMES]:
+        parser.error(f"{', '.join(wrong)}: no mask of dense kernels; choose from {', '.join(ALL_NAMES)}.")
     if options.direction == "forward" and (options.turns or options.steps != ["chosen"]):
         parser.error("--turns and --steps are for --direction backward.")
     missing = [str(f) for f in options.builds if not f.is_file()]

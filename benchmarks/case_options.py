@@ -34,10 +34,13 @@ def list_of(convert, allowed: Sequence[str] | None = None):
     return parse
 
 
-def add_case_options(parser: argparse.ArgumentParser, masks: Sequence[str], seqlens: str, samples: int) -> None:
-    """With these defaults."""
+def add_case_options(
+    parser: argparse.ArgumentParser, masks: Sequence[str], seqlens: str, samples: int, has_more_masks: bool = False
+) -> None:
+    """With these defaults. ``has_more_masks``: the program knows others and looks at names itself."""
     add = parser.add_argument
-    add("--masks", type=list_of(str, ALL_NAMES), default=list(masks), metavar="A,B", help=", ".join(ALL_NAMES))
+    names = None if has_more_masks else ALL_NAMES
+    add("--masks", type=list_of(str, names), default=list(masks), metavar="A,B", help=", ".join(ALL_NAMES))
     add("--seqlens", type=list_of(parse_size), default=seqlens, metavar="4K,32K", help=seqlens)
     add("--heads", type=int, nargs=2, default=(64, 8), metavar=("Q", "KV"), help="query and kv heads (64 8)")
     add("--head-dim", type=int, default=128, help="head dim of q, k and v (128)")

@@ -64,7 +64,8 @@ from picture import draw  # noqa: E402
 from progress import steps  # noqa: E402
 from reference import GRAD_TOLERANCE, TOLERANCE, relative_error  # noqa: E402
 from result_file import environment, plain_settings  # noqa: E402
-from timing import middle_and_quantiles  # noqa: E402
+
+from magi_attention.benchmarking.timing import middle_and_quantiles  # noqa: E402
 
 PEERS: dict[str, Callable[[Setting], Peer]] = {
     "one_gpu": OneGpu,
@@ -338,13 +339,10 @@ def settings_of(bench: Bench) -> dict:
 
 def run(bench: Bench) -> list[Cell]:
     """All cells; rank 0 prints and saves after each mask and size, so that a run that is cut off keeps what it has."""
-    from rich.console import Console
-
     options, cells = bench.options, []
     machine = environment() if bench.rank == 0 else {}
-    console = Console(width=None if sys.stdout.isatty() else 150)
     if bench.rank == 0:
-        console.print(
+        print(
             f"{bench.world} ranks over {dist.get_backend()}, kernel {bench.kernel.backend.name}, {options.dtype}, "
             f"heads {options.heads[0]}:{options.heads[1]}, head dim {options.head_dim}, seed {options.seed}"
         )
@@ -355,7 +353,7 @@ def run(bench: Bench) -> list[Cell]:
         fresh = run_size(bench, mask, tokens, names)
         cells += fresh
         if bench.rank == 0:
-            console.print(*tables(fresh), f"{time.perf_counter() - bench.started:.0f} s so far", sep="\n")
+            print(*tables(fresh), f"{time.perf_counter() - bench.started:.0f} s so far", sep="\n", flush=True)
             if options.out:
                 save(cells, machine, settings_of(bench), options.out)
     if bench.rank == 0 and options.out:

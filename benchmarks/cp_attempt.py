@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 from peers import Unfit
-from timing import reason_of
 
+from magi_attention.benchmarking.timing import reason_of
 from magi_attention.errors import UnsupportedError
 
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean, median
@@ -11,6 +11,8 @@ from statistics import fmean, median
 from kernel import FLOPS_PER_PAIR
 from peers import CP_PEERS, missing
 from result_file import write_results
+
+from magi_attention.cli.common import table_text
 
 DIRECTIONS = ("forward", "backward", "both")
 
@@ -76,16 +78,12 @@ def _shown(value: float | None) -> str:
 HEADERS = ("forward", "backward", "both", "exposed ms f", "exposed ms b", "host ms f+b", "extra MiB")
 
 
-def tables(cells: Sequence[Cell]) -> Iterable:
-    """For each mask and size a rich table, and the reasons of its empty cells."""
-    from rich.table import Table
-
+def tables(cells: Sequence[Cell]) -> Iterator[str]:
+    """For each mask and size a table, and the reasons of its empty cells."""
     for mask, tokens in dict.fromkeys((c.mask, c.tokens_per_gpu) for c in cells):
         size = f"{tokens // 1024}K" if tokens % 1024 == 0 else str(tokens)
         title = f"{mask.replace('_', ' ')}, {size} tokens per GPU: TFLOP/s per GPU (by the wall clock, in a row)"
-        table = Table("implementation", title=title, title_justify="left")
-        for header in HEADERS:
-            table.add_column(header, justify="right")
+        rows = [["implementation", *HEADERS]]
         reasons: dict[str, list[str]] = {}
         for cell in cells:
             if (cell.mask, cell.tokens_per_gpu) != (mask, tokens):
@@ -96,9 +94,9 @@ def tables(cells: Sequence[Cell]) -> Iterable:
             ways = [getattr(cell, direction) for direction in DIRECTIONS]
             rates = [f"{_shown(w['tflops'])} ({_shown(w['wall_tflops'])})" for w in ways]
             others = [w.get("exposed_ms_max") for w in ways[:2]] + [cell.both["host_ms"], mebibytes(cell)]
-            table.add_row(cell.name, *rates, *map(_shown, others))
-        if table.row_count:
-            yield table
+            rows.append([cell.name, *rates, *map(_shown, others)])
+        if len(rows) > 1:
+            yield table_text(title, rows)
         for reason, names in reasons.items():
             yield f"{mask}, {size}: {', '.join(names)}: {reason}"
 

@@ -19,9 +19,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
 
-import timing
 import torch
 import torch.distributed as dist
+
+from magi_attention.benchmarking import timing
 
 PHASES = ("forward", "backward")
 Milliseconds = dict[str, list[float]]  # one per iteration, for each phase
@@ -36,15 +37,10 @@ class Step:
 
 
 class Clock(timing.Clock):
-    """Meets the other ranks too."""
+    """Meets the other ranks."""
 
     def __init__(self, device: torch.device, flush: bool = True) -> None:
-        super().__init__(device, flush)
-        self._ticket = torch.zeros(1, device=device)
-
-    def meet(self) -> None:
-        """Ordered on the device: what is launched afterwards begins when all ranks have come here."""
-        dist.all_reduce(self._ticket)
+        super().__init__(device, torch.int32 if flush else None, is_shared=True)
 
     def agreed(self, value: float) -> float:
         """The value of rank 0, on all ranks."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which rank holds which tokens: how dispatches compare in balance and in rows fetched, and how planning grows.
 
-    python benchmarks/dispatch.py [--ranks 8,64] [--tokens 8K] [--seeds 2] [--no-growth] [--out benchmarks/results/NAME]
+    python benchmarks/planner.py dispatch [--ranks 8,64] [--tokens 8K] [--seeds 2] [--no-growth] [--out OUT]
 
 ``tokens`` are those of a rank, for 64 ranks or fewer; more ranks have half as many. All but ``zigzag`` and ``whole``
 cut the sequence into 16 chunks for each rank. ``zigzag`` cuts each document into twice as many pieces as there are
@@ -15,20 +15,17 @@ from __future__ import annotations
 
 import argparse
 import heapq
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
+import numpy as np
+from case_options import list_of, parse_size
+from cp_layout import draw_packs
+from masks import sample_documents
+from result_file import plain_settings, write_results
 
-import numpy as np  # noqa: E402
-from case_options import list_of, parse_size  # noqa: E402
-from cp_layout import draw_packs  # noqa: E402
-from masks import sample_documents  # noqa: E402
-from result_file import plain_settings, write_results  # noqa: E402
-
-from magi_attention.api import (  # noqa: E402
+from magi_attention.api import (
     DispatchConfig,
     DistAttnConfig,
     LocalityDispatchAlg,
@@ -36,9 +33,9 @@ from magi_attention.api import (  # noqa: E402
     MinHeapDispatchAlg,
     make_plan,
 )
-from magi_attention.meta.bounds import blocks_of, least_rows  # noqa: E402
-from magi_attention.meta.chunking import Cut, chunk_areas, sum_by  # noqa: E402
-from magi_attention.meta.solver.links import count_rows  # noqa: E402
+from magi_attention.meta.bounds import blocks_of, least_rows
+from magi_attention.meta.chunking import Cut, chunk_areas, sum_by
+from magi_attention.meta.solver.links import count_rows
 
 CHUNKS = 16  # of a rank
 FRAME, WINDOW = 1560, 1024
@@ -186,13 +183,11 @@ def growth() -> list[dict]:
 
 def draw(path: Path, rows: list[dict], grown: list[dict]) -> None:
     """Mean rows over those of MinHeap, and the growth of planning."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    from magi_attention.report.pictures import new_figure
 
     names = list(dict.fromkeys(row["mask"] for row in rows))
-    figure = Figure(figsize=(3.2 * (len(names) // 2 + 1), 6), dpi=110, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots(2, len(names) // 2 + 1, squeeze=False)
+    columns = len(names) // 2 + 1
+    figure, axes = new_figure(3.2 * columns, 6, columns, rows=2)
     for axis, name in zip(axes[:, :-1].flat, names):
         for label, colour in COLOURS.items():
             points = []
@@ -221,7 +216,7 @@ def draw(path: Path, rows: list[dict], grown: list[dict]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(prog="planner.py dispatch", description=(__doc__ or "").split("\n")[0])
     add = parser.add_argument
     add("--masks", type=list_of(str, list(MASKS)), default=list(MASKS), metavar="A,B", help=", ".join(MASKS))
     add("--ranks", type=list_of(int), default=[8, 64, 256, 1024], metavar="A,B", help="numbers of ranks")
@@ -249,7 +244,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
         write_results(options.out, settings, dispatches=rows, growth=grown)
         draw(options.out.with_suffix(".png"), rows, grown)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

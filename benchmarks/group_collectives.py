@@ -3,6 +3,8 @@
 
     torchrun --nproc-per-node 2 benchmarks/group_collectives.py [--rows 8,512,4K,16K] [--heads 8] [--head-dim 128]
                                                                 [--beside 8K] [--out benchmarks/results/NAME]
+    torchrun --nproc-per-node 2 benchmarks/group_collectives.py nodes [--help]
+    python benchmarks/group_collectives.py rows [--help]
 
 Each rank casts ``rows`` rows of K and V to every other rank, and adds what it gets back. ``copy`` moves as many bytes
 to every other rank by ``Tensor.copy_`` into symmetric memory, by the copy engines. Times are of one operation out of
@@ -18,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import random
 import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -31,15 +32,16 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from case_options import list_of, parse_size  # noqa: E402
 from cp_gather import all_gather, reduce_scatter  # noqa: E402
-from cp_timing import Clock  # noqa: E402
 from kernel import make_inputs  # noqa: E402
 from masks import make_case  # noqa: E402
+from parts import run_part, told  # noqa: E402
 from peers import our_backend  # noqa: E402
 from picture import draw  # noqa: E402
 from progress import steps  # noqa: E402
 from result_file import plain_settings, write_results  # noqa: E402
-from timing import middle_and_quantiles  # noqa: E402
 
+from magi_attention.benchmarking.timing import Clock, interleaved_us, middle_and_quantiles  # noqa: E402
+from magi_attention.cli.common import table_text  # noqa: E402
 from magi_attention.comm.collectives.group import group_cast, group_reduce  # noqa: E402
 from magi_attention.comm.collectives.layout import A2AVLayout  # noqa: E402
 from magi_attention.comm.transport.torch import as_transport  # noqa: E402
@@ -47,6 +49,10 @@ from magi_attention.common.group_spec import GroupSpec  # noqa: E402
 from magi_attention.config import GrpCollConfig  # noqa: E402
 from magi_attention.kernels import AttnOptions  # noqa: E402
 
+PARTS = {
+    "nodes": ("node_exchange", "casts and reduces over logical nodes, by NVSHMEM"),
+    "rows": ("range_ops", "kernels that move and add rows on one GPU, beside a plain copy"),
+}
 IN_A_GRAPH = 10
 LEAD_CYCLES = 2_000_000  # about 1 ms of idling, in which the host gets its launches queued
 NO_LISTS: tuple = ([], [], [], [])
@@ -83,19 +89,8 @@ def graph_of(call: Call, count: int, held: object = None) -> Call:
 
 def times_us(calls: dict[str, Call], repeats: int) -> dict[str, list[float]]:
     """Microseconds of each call on this rank, in an order that changes from round to round, alike on all ranks."""
-    order, clock = random.Random(0), Clock(device(), flush=False)
-    marks: dict[str, list] = {name: [] for name in calls}
-    for number in range(repeats + 2):
-        for name in order.sample(list(calls), len(calls)):
-            clock.idle(LEAD_CYCLES)
-            clock.meet()  # all ranks begin together
-            first = clock.mark()
-            calls[name]()
-            second = clock.mark()
-            if number >= 2:
-                marks[name].append((first, second))
-        clock.synchronise()
-    return {name: [clock.between(a, b) * 1e3 for a, b in pairs] for name, pairs in marks.items()}
+    clock = Clock(device(), None, is_shared=True)
+    return interleaved_us(calls, repeats, None, LEAD_CYCLES, clock=clock, warm_up_rounds=2)
 
 
 def over_ranks(*values: float) -> list[float]:
@@ -214,19 +209,18 @@ def beside(rows: int, tokens: int, options: argparse.Namespace) -> dict:
 
 
 def table(cells: Sequence[dict]) -> str:
-    names = list(cells[0]["us"])
-    lines = [f"{'rows':>7}{'MiB':>8}" + "".join(f"{n:>{len(n) + 9}}" for n in names) + "   us (GB/s received)"]
+    names, shared = list(cells[0]["us"]), [n for n in ("cast", "reduce") if "copy" in cells[0]["us"]]
+    rows = [["rows", "MiB", *names, *(f"{n} / copy" for n in shared)]]
     for cell in cells:
         rates = {n: cell["received_bytes"] / us / 1e3 for n, us in cell["us"].items()}
-        texts = [f"{us:.1f} ({rates[n]:.0f})".rjust(len(n) + 9) for n, us in cell["us"].items()]
-        shares = ", ".join(f"{n} {rates[n] / rates['copy']:.2f}" for n in ("cast", "reduce") if "copy" in rates)
-        size = cell["received_bytes"] / 2**20
-        lines.append(f"{cell['rows']:>7}{size:>8.2f}" + "".join(texts) + (f"   of copy: {shares}" if shares else ""))
-    return "\n".join(lines)
+        texts = [f"{us:.1f} ({rates[n]:.0f})" for n, us in cell["us"].items()]
+        shares = [f"{rates[n] / rates['copy']:.2f}" for n in shared]
+        rows.append([str(cell["rows"]), f"{cell['received_bytes'] / 2**20:.2f}", *texts, *shares])
+    return table_text("us (GB/s received)", rows)
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], epilog=told(PARTS))
     add = parser.add_argument
     add("--rows", type=list_of(parse_size), default="8,512,4K,16K", help="to every other rank (8,512,4K,16K)")
     add("--heads", type=int, default=8, help="kv heads (8)")
@@ -239,6 +233,8 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    if (done := run_part(arguments, PARTS)) is not None:
+        return done
     parser = make_parser()
     options = parser.parse_args(arguments)
     has_gpu = torch.cuda.is_available()

@@ -4,6 +4,7 @@
     python benchmarks/kernel.py [--direction forward|backward|both] [--masks causal,varlen_full] [--seqlens 4K,32K]
                                 [--out benchmarks/results/NAME]
     python benchmarks/kernel.py --show benchmarks/results/NAME.json
+    python benchmarks/kernel.py layers | modes | stalls [--help]
 
 Before anything is timed, every implementation is compared with a float32 reference on a sample of rows. TFLOP/s
 count the multiply-adds of the products of each unmasked (q, k) pair and head: forward those of the scores and of out,
@@ -30,19 +31,27 @@ sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve
 import torch  # noqa: E402
 from case_options import DTYPES, add_case_options, cases_of, head_dims_of, list_of  # noqa: E402
 from masks import NAMES, Case  # noqa: E402
+from parts import run_part, told  # noqa: E402
 from peers import PEERS, Unfit, available, missing  # noqa: E402
 from peers_backward import gradient_makers  # noqa: E402
 from picture import draw  # noqa: E402
 from progress import steps  # noqa: E402
 from reference import ROWS_CHECKED, BackwardCheck, ForwardCheck  # noqa: E402
 from result_file import plain_settings, write_results  # noqa: E402
-from timing import LONG_LEAD_CYCLES, as_graph, host_us, interleaved_us, reason_of, summary  # noqa: E402
+
+from magi_attention.benchmarking.timing import LONG_LEAD_CYCLES, as_graph, host_us, interleaved_us, reason_of, summary  # noqa: E402
+from magi_attention.cli.common import table_text  # noqa: E402
 
 # Per head and head dim: a multiply-add in each product, two of them forward and five backward.
 FLOPS_PER_PAIR = {"forward": 4, "backward": 10, "both": 14}
 _PRODUCTS = {"forward": (1, 1), "backward": (3, 2), "both": (4, 3)}  # with the head dim of q, and with that of v
 # The public functions flex_flash_attn_func and attend; the kernels, with the mask known on the host.
 OURS = {"magi", "magi_attend", "magi_host", "magi_det"}
+PARTS = {
+    "layers": ("layers", "sixteen layers as a training step calls them, with one mask and with new ones"),
+    "modes": ("backward_modes", "what each mode of the backward is worth"),
+    "stalls": ("stalls", "where the warps of a kernel wait, from a profile by ncu"),
+}
 TITLES = {"forward": "forward", "backward": "backward", "both": "forward + backward"}
 
 
@@ -73,7 +82,7 @@ def flops_per_pair(direction: str, head_dim: int, head_dim_v: int) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], epilog=told(PARTS))
     add = parser.add_argument
     directions = "what to time; both: forward and backward of one training step together (forward)"
     add("--direction", choices=tuple(FLOPS_PER_PAIR), default="forward", help=directions)
@@ -235,11 +244,10 @@ def table(results: Sequence[Result], names: Sequence[str]) -> str:
         used = next((r.workspace_bytes for r in of.values() if r.workspace_bytes is not None), None)
         workspace = "-" if used is None else f"{used:,}"
         rows.append([mask, size_of(seqlen), *cells, us, *ratios, host, *([workspace] if has_workspace else [])])
-    widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
-    lines = ["  ".join(c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(r, widths))) for r in rows]
     reasons = {f"{r.name} on {r.mask}, {r.seqlen} tokens: {r.reason}" for r in results if r.reason}
     title = ", ".join(TITLES[d] for d in dict.fromkeys(r.direction for r in results))
-    return "\n".join([f"Attention {title}, TFLOP/s", *lines, *by_draws(results, names), *sorted(reasons)])
+    text = table_text(f"Attention {title}, TFLOP/s", rows)
+    return "\n".join([text, *by_draws(results, names), *sorted(reasons)])
 
 
 def settings_of(options: argparse.Namespace) -> dict:
@@ -266,6 +274,8 @@ def show(file: Path) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    if (done := run_part(arguments, PARTS)) is not None:
+        return done
     parser = make_parser()
     options = parser.parse_args(arguments)
     if options.show:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sixteen layers of attention, forward and backward, as a training step calls them, with one mask and with new ones.
 
-    python benchmarks/layers.py [--tokens 8K] [--layers 16] [--steps 12] [--longest 2K] [--out benchmarks/results/NAME]
+    python benchmarks/kernel.py layers [--tokens 8K] [--layers 16] [--steps 12] [--longest 2K] [--out OUT]
 
 Each way of calling is timed over whole steps, without a synchronisation between them, once with the same mask in every
 step and once with documents that are drawn anew, whose ranges or plans are made within the step. Milliseconds are the
@@ -14,25 +14,22 @@ import argparse
 import itertools
 import random
 import statistics
-import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
+import torch
+from case_options import parse_size
+from result_file import plain_settings, write_results
 
-import torch  # noqa: E402
-from case_options import parse_size  # noqa: E402
-from result_file import plain_settings, write_results  # noqa: E402
-
-from magi_attention.api import Mask, attend, flex_flash_attn_func, make_plan  # noqa: E402
+from magi_attention.api import Mask, attend, flex_flash_attn_func, make_plan
 
 SHORTEST = 16
 Step = Callable[[Mask], None]
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(prog="kernel.py layers", description=__doc__.split("\n")[0])
     add = parser.add_argument
     add("--tokens", type=parse_size, default="8K")
     add("--layers", type=int, default=16)
@@ -85,8 +82,8 @@ def step_of(make, call, inputs, layers: int) -> Callable[[object], None]:
     return step
 
 
-def main() -> int:
-    options = make_parser().parse_args()
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = make_parser().parse_args(arguments)
     heads, heads_kv = options.heads
     generator = torch.Generator(options.device).manual_seed(0)
     shapes = [(options.tokens, h, options.head_dim) for h in (heads, heads_kv, heads_kv, heads)]
@@ -118,7 +115,3 @@ def main() -> int:
     if options.out:
         write_results(options.out, plain_settings(options), ms_per_step=report)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -10,7 +10,7 @@ from functools import cached_property
 
 import numpy as np
 
-from magi_attention.common.mask import Mask
+from magi_attention.api import Mask
 
 WINDOW = 1024  # keys that a query sees in the sliding window, itself included
 BLOCK = 2048  # tokens of a block of the block-causal mask

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a new mask costs the host, part by part; no GPU is used.
 
-    python benchmarks/new_mask.py [--tokens 131072,1048576] [--ranks 1,8,64] [--repeats 5] [--out PATH]
+    python benchmarks/planner.py new-mask [--tokens 131072,1048576] [--ranks 1,8,64] [--repeats 5] [--out PATH]
 
 All ranks plan the same mask; rank 0 is timed. ``dispatch`` is the plan that a key holds, ``slices`` the part of it that
 the rank has, ``one launch`` the layout of what arrives while one kernel runs, ``forward`` and ``backward`` the tile
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -156,7 +155,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise ValueError
         return found
 
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(prog="planner.py new-mask", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--tokens", type=numbers, default=[131072, 1048576], help="of the whole sequence")
     parser.add_argument("--ranks", type=numbers, default=[1, 8, 64])
     parser.add_argument("--repeats", type=int, default=5)
@@ -173,7 +172,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.out:
         write_results(options.out, plain_settings(options), rows=rows)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

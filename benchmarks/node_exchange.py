@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Casts and reduces over logical nodes, by NVSHMEM, for numbers of CTAs and sizes of blocks.
 
-    torchrun --nproc-per-node 2 benchmarks/node_exchange.py [--masks varlen_full,varlen_causal] [--tokens 8K]
+    torchrun --nproc-per-node 2 benchmarks/group_collectives.py nodes [--masks varlen_full,varlen_causal] [--tokens 8K]
                                                             [--node-size 1] [--ctas 16,32] [--blocks 64,128]
 
 Rows are those of K and V, or of their gradients, in bf16, that a stage of ``tokens`` tokens a GPU fetches under a mask.
@@ -15,33 +15,29 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
 from statistics import median
 
-sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
+import torch
+import torch.distributed as dist
+from case_options import list_of, parse_size
+from cp_layout import make_cases
+from group_collectives import over_ranks, times_us
 
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-from case_options import list_of, parse_size  # noqa: E402
-from cp_layout import make_cases  # noqa: E402
-from group_collectives import over_ranks, times_us  # noqa: E402
-
-from magi_attention import api  # noqa: E402
-from magi_attention.comm.collectives.layout import A2AVLayout  # noqa: E402
-from magi_attention.comm.collectives.reduce import reduce_arrived  # noqa: E402
-from magi_attention.comm.collectives.wire import Arrived, start_fetch, start_reduce  # noqa: E402
-from magi_attention.comm.exchange.choice import exchange_group  # noqa: E402
-from magi_attention.comm.exchange.group import ExchangeGroup  # noqa: E402
-from magi_attention.comm.exchange.node_exchange import NodeExchange  # noqa: E402
-from magi_attention.comm.transport.base import Work  # noqa: E402
-from magi_attention.comm.transport.torch import as_transport  # noqa: E402
-from magi_attention.common.group_spec import GroupSpec  # noqa: E402
-from magi_attention.common.two_level.nodes import Nodes  # noqa: E402
-from magi_attention.common.two_level.transfers import plan_transfers  # noqa: E402
+from magi_attention import api
+from magi_attention.comm.collectives.layout import A2AVLayout
+from magi_attention.comm.collectives.reduce import reduce_arrived
+from magi_attention.comm.collectives.wire import Arrived, start_fetch, start_reduce
+from magi_attention.comm.exchange.choice import exchange_group
+from magi_attention.comm.exchange.group import ExchangeGroup
+from magi_attention.comm.exchange.node_exchange import NodeExchange
+from magi_attention.comm.transport.base import Work
+from magi_attention.comm.transport.torch import as_transport
+from magi_attention.common.group_spec import GroupSpec
+from magi_attention.common.two_level.nodes import Nodes
+from magi_attention.common.two_level.transfers import plan_transfers
 
 WIRE = [torch.bfloat16] * 2
 KERNELS = ("put", "sum")
@@ -165,7 +161,7 @@ def all_us(cast: Callable, reduce: Callable, options: argparse.Namespace) -> lis
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(prog="group_collectives.py nodes", description=__doc__.split("\n")[0])
     add = parser.add_argument
     add("--masks", type=list_of(str), default="varlen_full", help="names of masks.py (varlen_full)")
     add("--tokens", type=parse_size, default="8K", help="of each GPU (8K)")
@@ -195,7 +191,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(text, flush=True)
     dist.destroy_process_group()
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -77,9 +77,9 @@ def panels_of(run: Run, direction: str) -> list[tuple[str, list[tuple[str, Cell]
 def draw(record: Path) -> bool:
     """Writes the PNG beside ``record``; False without matplotlib, or where nothing was measured."""
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
         from matplotlib.patches import Patch
+
+        from magi_attention.report.pictures import new_figure
     except ImportError:
         return False
     run = load(record)
@@ -91,9 +91,7 @@ def draw(record: Path) -> bool:
     columns = max(len(row) for row in panels)
     most = max(len(cells) for row in panels for _, cells in row)
     size = (max(3.4 * columns, 0.9 * most, 7.2), 3.0 * len(directions) + 1.2)
-    figure = Figure(figsize=size, dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
-    rows = figure.subplots(len(directions), columns, squeeze=False, sharey="row")
+    figure, rows = new_figure(*size, columns, len(directions), sharey="row")
     width = 1 / (len(names) + 1)
     for axes, row in zip(rows, panels):
         for axis, (title, cells) in zip(axes, row):
@@ -107,7 +105,6 @@ def draw(record: Path) -> bool:
             axis.margins(x=0.01)
             axis.set_title(title, fontsize=9)
             axis.grid(axis="y", alpha=0.3, zorder=0)
-            axis.spines[["top", "right"]].set_visible(False)
         axes[0].set_ylabel(unit_of(run)[0])
     handles = [Patch(color=colours[name], label=name) for name in names]
     figure.legend(

@@ -2,11 +2,12 @@
 """What a mask costs before the first attention call: from the mask to the plan of this rank, on one thread of the host.
 
     python benchmarks/planner.py [--masks packed_128K,window_4M] [--repeats 5] [--node 8] [--out OUT]
+    python benchmarks/planner.py dispatch | nodes | new-mask [--help]
 
 Each repeat has a mask that nothing has seen: other documents, or another window. The time is the best of the repeats;
 beside it are the quantiles of all and, of the best one, its parts: ``mask`` builds the mask, ``plan`` is ``make_plan``,
 and ``rank`` is what this rank computes and receives. With ``--node`` so many ranks share a node, and the dispatch looks
-at that. No GPU is used. ``new_mask.py`` times the parts inside of these and the tile plans of kernels.
+at that. No GPU is used. ``new-mask`` times the parts inside of these and the tile plans of kernels.
 """
 
 from __future__ import annotations
@@ -24,13 +25,19 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from case_options import list_of  # noqa: E402
 from masks import sample_documents  # noqa: E402
+from parts import run_part, told  # noqa: E402
 from picture import draw, short  # noqa: E402
 from progress import steps  # noqa: E402
 from result_file import plain_settings, write_results  # noqa: E402
-from timing import middle_and_quantiles  # noqa: E402
 
 from magi_attention.api import DispatchConfig, DistAttnConfig, Mask, make_plan  # noqa: E402
+from magi_attention.benchmarking.timing import middle_and_quantiles  # noqa: E402
 
+PARTS = {
+    "dispatch": ("dispatch", "balance and rows fetched by dispatch, and how planning grows"),
+    "nodes": ("across_nodes", "what it saves that the dispatch knows which ranks share a node"),
+    "new-mask": ("new_mask", "the parts inside of a plan, and the tile plans of kernels"),
+}
 HEADS, HEAD_DIM = (64, 8), 128
 FRAME, WINDOW = 1560, 1024  # tokens of a frame of video; keys that a query sees
 K, M = 1 << 10, 1 << 20
@@ -84,7 +91,7 @@ CASES = {
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0], epilog=told(PARTS))
     add = parser.add_argument
     add("--masks", type=list_of(str, list(CASES)), default=list(CASES), metavar="A,B", help=", ".join(CASES))
     add("--repeats", type=int, default=5, help="timed masks of each, of which the best counts (5)")
@@ -126,6 +133,8 @@ def line(row: dict) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    if (done := run_part(arguments, PARTS)) is not None:
+        return done
     parser = make_parser()
     options = parser.parse_args(arguments)
     if options.repeats < 1:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Bytes per second of the row kernels, beside a plain copy on the same GPU in the same run.
 
-    python benchmarks/range_ops.py [--megabytes 256] [--repeats 20] [--out PATH]
+    python benchmarks/group_collectives.py rows [--megabytes 256] [--repeats 20] [--out PATH]
 
 Rows of 64 to 8,192 elements of 16 bits: gathered by random ranges, moved by a list of single rows in random order,
 rounded from float32, added up (two terms and what was there before), merged by lse, filled. Bytes are those that have
@@ -20,8 +20,8 @@ from pathlib import Path
 import numpy as np
 import torch
 from result_file import plain_settings, write_results
-from timing import host_us, interleaved_us
 
+from magi_attention.benchmarking.timing import host_us, interleaved_us
 from magi_attention.comm.collectives.layout import Rows, copy_rows
 from magi_attention.kernels import range_fill_, range_gather, range_reduce
 
@@ -114,7 +114,7 @@ def measure(megabytes: int, repeats: int) -> list[dict]:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(prog="group_collectives.py rows", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--megabytes", type=int, default=256, help="size of a result")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--out", type=Path, metavar="PATH", help="write PATH.json")
@@ -132,7 +132,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.out:
         write_results(options.out, plain_settings(options), results=results, host_us=host)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -23,9 +23,14 @@ from magi_attention.native.toolchain import PLANNER
 ROOT = Path(__file__).resolve().parents[1]
 
 
+def described(checkout: Path) -> str | None:
+    """Its commit, ``-dirty`` with changes; None if it is no checkout of git."""
+    return output_of(["git", "-C", str(checkout), "describe", "--always", "--dirty"]) or None
+
+
 def commit() -> str | None:
     """The commit of this checkout; or of what the installed libraries were built from; None if neither is known."""
-    if found := output_of(["git", "-C", str(ROOT), "describe", "--always", "--dirty"]):
+    if found := described(ROOT):
         return found
     library = find(PLANNER)
     record = read_info(library) if library else None

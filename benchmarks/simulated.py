@@ -11,7 +11,7 @@ They have both, so they say whether the rule is right, too. Those of the second 
 are taken to be. A record from before ``FASTER_FORWARD`` is compared with the forward of its time.
 
 ``--cells`` prints milliseconds, measured and modelled, of every cell. ``--write`` puts the tables and their summary
-into docs/guides/simulate-records.md.
+into docs/guides/simulate-records.md, and the largest errors into the model's ``support``.
 
 Records may have implementations over logical nodes, all of one machine. Their network is NVLink, then: as fast as puts
 are there by NVSHMEM, as fast as NCCL by all-to-all-v. In one launch the same CTAs put what goes to other nodes and what
@@ -22,18 +22,29 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
-from typing import NamedTuple
 
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
 
 import numpy as np  # noqa: E402
 from cp_layout import Layout, make_cases  # noqa: E402
+from simulated_tables import (  # noqa: E402
+    NAMES,
+    NODE_SIZES,
+    CellError,
+    Choice,
+    cell_lines,
+    largest_errors,
+    node_way,
+    summary,
+    table,
+    write_page,
+    write_support,
+)
 
 from magi_attention.common.intervals import merge_intervals  # noqa: E402
 from magi_attention.common.mask import Mask  # noqa: E402
@@ -59,54 +70,11 @@ from magi_attention.simulate.one_launch import one_launch  # noqa: E402
 from magi_attention.simulate.ways import WAYS, Case, share_seconds  # noqa: E402
 
 RESULTS = Path(__file__).resolve().parent / "results"
-PAGE = RESULTS.parents[1] / "docs" / "guides" / "simulate-records.md"
-MARKS = re.compile(r"(<!-- made by benchmarks/simulated.py -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 BLOCK = 64  # queries of a step of the backward
 RECORDS = ("context_parallel_h100x2.json", "context_parallel_h200x2.json", "context_parallel_h200x4.json")
 NEW_RECORDS = ("context_parallel_nodes_h100x4.json", "context_parallel_nodes_h200x2.json")
 FASTER_FORWARD = "2026-11-27"  # from this day on records have the forward with three consumer warpgroups
-# Implementations of the record that the model has; `torch_cudnn` has kernels of its own.
-NAMES = {
-    "one_gpu": "one GPU", "magi_fused": "one launch", "magi_a2av_1": "one stage, merged", "magi_a2av_2": "two stages",
-    "magi_a2av_0": "fetch, then attend", "all_gather": "all-gather", "ring": "ring", "ulysses": "ulysses",
-}  # fmt: skip
-# GPUs of a logical node; the names of those by all-to-all-v and of those in one launch end so.
-NODE_SIZES = {
-    "magi_nodes": 1, "magi_nodes_2": 2, "magi_nodes_4": 4, "magi_nodes_a2av": 1, "magi_nodes_2_a2av": 2,
-    "magi_nodes_fused": 1, "magi_nodes_2_fused": 2, "magi_nodes_4_fused": 4,
-}  # fmt: skip
 MEASURED_WAYS = WAYS | {NAMES["magi_a2av_1"]: lambda case, *rest: ours.staged(case.plan_work(1), *rest, may_wait=False)}
-
-
-class CellError(NamedTuple):
-    """Milliseconds of one cell and direction, measured and modelled; ``kernel`` is measured, of its kernels alone."""
-
-    record: str
-    mask: str
-    tokens: int
-    way: str
-    direction: str
-    measured: float
-    modelled: float
-    kernel: float
-    is_same_plan: bool  # as many rows travel by the modelled plan as by that of the record
-    has_blind_rows: bool  # see ``has_blind_rows``; of a backward
-
-    @property
-    def error(self) -> float:
-        return self.modelled / self.measured - 1
-
-
-class Choice(NamedTuple):
-    """One stage of one cell: ``waits``, what the plan of each case does; milliseconds of both directions, measured,
-    where rows are waited for, and where the stage is merged."""
-
-    record: str
-    mask: str
-    tokens: int
-    waits: set[bool]
-    waited: float
-    merged: float
 
 
 @cache
@@ -140,8 +108,8 @@ def calls_of_stages(plan_of: Callable[[int], Plan]) -> Iterator[Call]:
     for way, degree in ((NAMES["magi_a2av_1"], 1), ("two stages", 2)):
         plan = plan_of(degree)
         for part in map(plan.rank, range(plan.cp_size)):
-            for table in (part.host, *(stage.slices for stage in part.stages)):
-                yield way, table, part.num_tokens
+            for slices in (part.host, *(stage.slices for stage in part.stages)):
+                yield way, slices, part.num_tokens
 
 
 def has_blind_rows(table: SliceTable, queries: int) -> bool:
@@ -189,14 +157,6 @@ def cluster_of(data: dict) -> Cluster:
         known = replace(known, forward_pace=1.0)
     (heads_q, heads_kv), dim = settings["heads"], settings["head_dim"]
     return Cluster(node=settings["world"], heads_q=heads_q, heads_kv=heads_kv, head_dim=dim, calibration=known)
-
-
-def node_way(name: str) -> str:
-    size = NODE_SIZES[name]
-    gpus = "each GPU a node" if size == 1 else f"nodes of {size}"
-    if name.endswith("fused"):
-        return f"{gpus}, one launch"
-    return f"{gpus}, {'all-to-all-v' if name.endswith('a2av') else 'NVSHMEM'}"
 
 
 def node_errors(record: str, cell: dict, settings: dict, flat: Cluster) -> Iterator[CellError]:
@@ -304,71 +264,6 @@ def measured_plans(cell: dict) -> tuple[tuple[int, int, float], ...]:
     return tuple((d["chunk_size"], d["rows_received_max"], d["balance"]) for d in details)
 
 
-def table(found: Sequence[CellError]) -> str:
-    """Markdown: a row for each record, mask and size; errors of each way, forward / backward, in percent. A star is for
-    rows whose plan could not be made again."""
-    known = (*NAMES.values(), "one stage", *map(node_way, NODE_SIZES))
-    ways = [way for way in known if any(c.way == way for c in found)]
-    lines = ["| GPUs, mask, tokens per GPU | " + " | ".join(ways) + " |", "|---" * (len(ways) + 1) + "|"]
-    by_cell = {(c.record, c.mask, c.tokens, c.way, c.direction): c.error for c in found}
-    for record, mask, tokens in dict.fromkeys(cell[:3] for cell in found):
-        entries = []
-        for way in ways:
-            both = [by_cell.get((record, mask, tokens, way, d)) for d in ("forward", "backward")]
-            entries.append("-" if None in both else " / ".join(f"{x:+.0%}" for x in both if x is not None))
-        gpus = Path(record).name.removesuffix(".json").rsplit("_", 1)[1].upper().replace("X", " x ")
-        mark = "" if all(c.is_same_plan for c in found if c[:3] == (record, mask, tokens)) else " *"
-        lines.append(f"| {gpus}, {mask.replace('_', ' ')}, {tokens // 1024}K{mark} | " + " | ".join(entries) + " |")
-    return "\n".join(lines)
-
-
-def share_within(found: Sequence[CellError]) -> str:
-    return f"{sum(abs(cell.error) <= 0.1 for cell in found)} of {len(found)}"
-
-
-def summary(old: Sequence[CellError], new: Sequence[CellError], choices: Sequence[Choice]) -> str:
-    found = [*old, *new]
-    errors = sorted(abs(cell.error) for cell in found)
-    known = [cell for cell in found if not cell.has_blind_rows]
-    launches = [cell for cell in new if cell.way.endswith(", one launch")]
-    waits = [choice.merged / choice.waited for choice in choices if choice.waits == {True}]
-    return (
-        f"{share_within(found)} times are within 10%: {share_within(old)} of the first table, {share_within(new)} of "
-        f"the second, and there {share_within(launches)} of one launch over nodes. The median error is "
-        f"{errors[len(errors) // 2]:.1%}, the largest {errors[-1]:.0%}. Without backwards that have blind rows "
-        f"{share_within(known)} are, and the largest error is {max(abs(cell.error) for cell in known):.0%}. "
-        f"A single stage is waited for now in {len(waits)} of {len(choices)} cells of the first table that have one; "
-        f"in the records that is {min(waits):.2f} to {max(waits):.2f} times as fast as merging."
-    )
-
-
-def tables_of(page: str) -> list[str]:
-    """The tables between the marks of a page."""
-    return [part for part in MARKS.search(page)[2].split("\n\n") if part.startswith("|")]
-
-
-def numbers(table: str) -> dict[tuple[str, str, int], int]:
-    """Percents of a table, by row, column and direction."""
-    rows = [[part.strip() for part in line.split("|")[1:-1]] for line in table.splitlines()]
-    head, *body = [row for row in rows if not row[0].startswith("-")]
-    return {
-        (row[0].rstrip(" *"), name, place): int(word.rstrip("%"))
-        for row in body
-        for name, entry in zip(head[1:], row[1:]) if entry != "-"
-        for place, word in enumerate(entry.split(" / "))
-    }  # fmt: skip
-
-
-def cell_lines(found: Sequence[CellError]) -> Iterator[str]:
-    """Milliseconds of every cell, and whether the modelled plan moves as many rows as the measured one."""
-    for cell in found:
-        where = f"{Path(cell.record).name}, {cell.mask}, {cell.tokens} tokens, {cell.way}, {cell.direction}"
-        kernel = f"slowest rank's kernels alone {cell.kernel:.2f}"
-        mark = "" if cell.is_same_plan else ", by another plan"
-        times = f"measured {cell.measured:.2f} ms ({kernel}), modelled {cell.modelled:.2f}, {cell.error:+.0%}"
-        yield f"{where}: {times}{mark}"
-
-
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     text = "records in place of those of the page; prints their cells and no summary"
@@ -390,8 +285,8 @@ def main(arguments: Sequence[str]) -> int:
     if options.cells:
         print(*cell_lines([*old, *new]), sep="\n")
     if options.write:
-        page = PAGE.read_text(encoding="utf-8")
-        PAGE.write_text(MARKS.sub(lambda marks: f"{marks[1]}{text}\n{marks[3]}", page), encoding="utf-8")
+        write_page(text)
+        write_support(largest_errors([*old, *new]))
     return 0
 
 

@@ -3,7 +3,7 @@
 
     ncu --set full -k regex:ffa_bwd -s 3 -c 1 -o run python benchmarks/builds.py BUILD.so --masks full --seqlens 4K
     ncu -i run.ncu-rep --page source --csv > run.csv
-    python benchmarks/stalls.py run.csv [--least 0.3] [--mark HGMMA,BAR]
+    python benchmarks/kernel.py stalls run.csv [--least 0.3] [--mark HGMMA,BAR]
 
 ``ncu`` looks at every warp now and then and notes its instruction and why it has not been issued. One line for each
 instruction that has at least ``--least`` per cent of the samples of the loop, or whose text holds one of the words of
@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import csv
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -111,7 +110,7 @@ def _shares(reasons: Counter, total: int, most: int) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(prog="kernel.py stalls", description=__doc__.split("\n")[0])
     parser.add_argument("profile", type=Path, metavar="FILE.csv")
     parser.add_argument("--least", type=float, default=0.3, help="per cent of the samples of the loop (0.3)")
     parser.add_argument("--mark", default=",".join(MARKS), metavar="A,B", help=",".join(MARKS))
@@ -124,7 +123,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"{options.profile} has no samples; profile with `--set full` a kernel that runs for a while.")
     print(table(loop, options.least, [word for word in options.mark.split(",") if word]))
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

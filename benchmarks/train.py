@@ -26,7 +26,8 @@ from case_options import list_of, parse_size  # noqa: E402
 from picture import draw, short  # noqa: E402
 from progress import steps  # noqa: E402
 from result_file import ROOT, plain_settings, write_results  # noqa: E402
-from timing import middle_and_quantiles  # noqa: E402
+
+from magi_attention.benchmarking.timing import middle_and_quantiles  # noqa: E402
 
 SCRIPT = ROOT / "examples" / "fsdp2_llama.py"
 SHAPES = {"tiny": ((4, 2), 16), "1b": ((32, 8), 64)}  # heads and head dim of the configurations of the example

@@ -53,6 +53,7 @@ MODULE_EXCEPTIONS = {
     "config": {"common.enum", "common.scalars"},
     "env": {"common.enum"},
     "api": {"report.plan_page"},  # what a notebook shows of a plan
+    "simulate": {"report.pictures"},
     "meta": {"native.planner"},  # dispatch in the planner library, which knows neither a GPU nor a group
 }
 NO_MODULE_LEVEL_TORCH = {

@@ -31,6 +31,7 @@ from result_files import (
     CONTEXT_PARALLEL,
     GROUP_COLLECTIVES,
     KERNEL,
+    PROGRAMS,
     RANGE_OPS,
     SIZES,
     Cell,
@@ -119,7 +120,7 @@ def _kernel_command(direction: str, settings: dict, out: Path) -> list[str]:
 
 
 def _range_ops_command(settings: dict, out: Path) -> list[str]:
-    line = [sys.executable, str(ROOT / "benchmarks" / "range_ops.py"), "--out", str(out)]
+    line = [sys.executable, str(ROOT / "benchmarks" / "group_collectives.py"), "rows", "--out", str(out)]
     return line + [f"--{key}={settings[key]}" for key in ("megabytes", "repeats")]
 
 
@@ -242,8 +243,8 @@ def compare_files(options: argparse.Namespace) -> bool:
     }
     if not asked:
         raise Incomparable(
-            f"No baseline has {', '.join(sorted(directions))} of benchmarks/{now.benchmark}.py; the baselines are "
-            f"{', '.join(found)}."
+            f"No baseline has {', '.join(sorted(directions))} of benchmarks/{PROGRAMS[now.benchmark]}; the baselines "
+            f"are {', '.join(found)}."
         )
     for name, baseline in asked.items():
         verdicts, more = compare(baseline, now)

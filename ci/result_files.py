@@ -12,9 +12,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-KERNEL, CONTEXT_PARALLEL = "kernel", "context_parallel"  # benchmarks, by the names of their files
+KERNEL, CONTEXT_PARALLEL = "kernel", "context_parallel"  # benchmarks
 GROUP_COLLECTIVES, RANGE_OPS = "group_collectives", "range_ops"
 PLANNER, TRAIN, SPARSE = "planner", "train", "sparse"
+PROGRAMS = {  # of benchmarks/, that write them
+    KERNEL: "kernel.py", CONTEXT_PARALLEL: "context_parallel.py", GROUP_COLLECTIVES: "group_collectives.py",
+    RANGE_OPS: "group_collectives.py rows", PLANNER: "planner.py", TRAIN: "train.py", SPARSE: "sparse/sparse_bench.py",
+}  # fmt: skip
 # What is called ours: the first that was measured. Where there is one it is the public function as a user calls it.
 OURS = {
     KERNEL: ("magi",), CONTEXT_PARALLEL: ("magi", "magi_fused", "magi_a2av_1"),
@@ -214,7 +218,7 @@ def parse(data: object, where: str) -> Run:
     """A results file that was read; ``Incomparable`` if it is not one of our benchmarks."""
     benchmark = _benchmark_of(data)
     if benchmark is None:
-        names = ", ".join(f"benchmarks/{name}.py" for name in OURS)
+        names = ", ".join(f"benchmarks/{program}" for program in PROGRAMS.values())
         raise Incomparable(f"{where} holds no results of {names}; give a file that their --out wrote.")
     assert isinstance(data, Mapping)
     settings = data["settings"] if isinstance(data["settings"], list) else [data["settings"]]

@@ -33,7 +33,8 @@ from result_file import plain_settings, write_results  # noqa: E402
 from sparse_cases import DSA_HEAD_DIMS, NAMES, SparseCase, make_case, parse  # noqa: E402
 from sparse_check import SparseBackwardCheck, SparseForwardCheck  # noqa: E402
 from sparse_peers import available, dense  # noqa: E402
-from timing import LONG_LEAD_CYCLES, interleaved_us, reason_of, summary  # noqa: E402
+
+from magi_attention.benchmarking.timing import LONG_LEAD_CYCLES, interleaved_us, reason_of, summary  # noqa: E402
 
 
 @dataclass

@@ -18,8 +18,7 @@ from typing import ClassVar, Protocol
 import numpy as np
 import torch
 
-from magi_attention.common.mask import Mask
-from magi_attention.kernels.index_attn import PreparedIndices, prepare_indices
+from magi_attention.api import Mask, PreparedIndices, prepare_indices
 
 NAMES = (
     "b128_random_0.1", "index_2048", "dsa_2048", "b128_window", "b128_video", "b64_random_0.1", "b128_random_0.5",

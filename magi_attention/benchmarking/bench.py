@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import gc
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from magi_attention.benchmarking.timing import Clock, interleaved_us
 from magi_attention.errors import ContractError
 
-FLUSH_BYTES = 256 * 2**20  # more than the L2 cache of any GPU so far
 _STATUS, _CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 _MODES: dict[str, Callable[[Sequence[float]], float]] = {
     "mean": statistics.fmean,
@@ -148,38 +147,16 @@ def _drop_grads(tensors: Sequence[torch.Tensor] | None) -> None:
 
 
 def _times_ms(fn, warmup: int, rep: int, grad_to_none, fast_flush: bool, device_idx: int) -> list[float]:
-    on_cuda = torch.cuda.is_available()
-    device = torch.device("cuda", device_idx) if on_cuda else torch.device("cpu")
-    dtype = torch.int32 if fast_flush else torch.int8
-    flush = torch.empty(FLUSH_BYTES // dtype.itemsize, dtype=dtype, device=device) if on_cuda else None
+    device = torch.device("cuda", device_idx) if torch.cuda.is_available() else torch.device("cpu")
     distributed = dist.is_available() and dist.is_initialized()
-    ticket = torch.zeros(1, device=device)
-    marks = []
-    for i in range(warmup + rep):
-        _drop_grads(grad_to_none)
-        if flush is not None:
-            flush.zero_()
-        if distributed:
-            dist.all_reduce(ticket)
-        first = _mark(on_cuda)
-        fn()
-        if i >= warmup:
-            marks.append((first, _mark(on_cuda)))
-    if on_cuda:
-        torch.cuda.synchronize(device)
-        times = [first.elapsed_time(second) for first, second in marks]
-    else:
-        times = [(second - first) * 1e3 for first, second in marks]
+    clock = Clock(device, torch.int32 if fast_flush else torch.int8, is_shared=distributed)
+    us = interleaved_us(
+        {"fn": fn}, rep, None, 0, clock=clock, warm_up_rounds=warmup, before=lambda: _drop_grads(grad_to_none),
+        waits=False,
+    )["fn"]  # fmt: skip
+    times = [t / 1e3 for t in us]
     if distributed:
         slowest = torch.tensor(times, dtype=torch.float64, device=device)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
         times = slowest.tolist()
     return times
-
-
-def _mark(on_cuda: bool) -> Any:
-    if not on_cuda:
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import csv
-import html
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from magi_attention.cli.common import table_text
 from magi_attention.errors import ContractError, UnsupportedError
+from magi_attention.report.html import Section, page
 
 
 def _pyplot():
@@ -98,10 +99,12 @@ class Table:
                 columns += [[low for low, _ in pairs], [high for _, high in pairs]]
         return [header, *([*x, *cells] for x, *cells in zip(self.x_vals, *columns))]
 
+    def cells(self) -> list[list[str]]:
+        """``rows`` as text."""
+        return [[f"{c:.4g}" if isinstance(c, float) else str(c) for c in row] for row in self.rows()]
+
     def text(self) -> str:
-        rows = [[f"{c:.4g}" if isinstance(c, float) else str(c) for c in row] for row in self.rows()]
-        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-        return "\n".join("  ".join(c.rjust(w) for c, w in zip(row, widths)) for row in rows)
+        return table_text("", self.cells())
 
     def to_csv(self, path: str | Path) -> None:
         """First line ``# x: <number of x columns>``, then header and rows."""
@@ -319,12 +322,11 @@ def make_img_grid(
 def report_all_from_perf(save_root: str | Path, report_all_name: str = "perf_report_all") -> Path:
     """Writes ``<report_all_name>.html`` with every table and picture of the folder; returns its path."""
     folder = Path(save_root)
-    parts = [f"<!doctype html><title>{html.escape(report_all_name)}</title>"]
+    sections = []
     for path in sorted(folder.glob("*.csv")):
-        parts.append(f"<h2>{html.escape(path.stem)}</h2>")
-        if path.with_suffix(".png").exists():
-            parts.append(f'<img src="{html.escape(path.stem)}.png" alt="{html.escape(path.stem)}">')
-        parts.append(f"<pre>{html.escape(Table.from_csv(path).text())}</pre>")
+        picture = path.with_suffix(".png")
+        shown = picture.read_bytes() if picture.exists() else None
+        sections.append(Section(path.stem, "", shown, Table.from_csv(path).cells()))
     target = folder / f"{report_all_name}.html"
-    target.write_text("\n".join(parts) + "\n")
+    target.write_text(page(report_all_name, "", [], sections), encoding="utf-8")
     return target

@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from magi_attention.env import launch as env
@@ -70,22 +71,29 @@ def need_matplotlib() -> None:
         raise UsageError(f"The pictures need matplotlib; run `{install.needs('report')}`.")
 
 
-def show_table(title: str, rows: list[list[str]]) -> None:
-    """Prints ``rows``, the first of which is the header."""
+def table_text(title: str, rows: Sequence[Sequence[str]], wraps: bool = False) -> str:
+    """``rows``, the first of which is the header, under ``title`` if it has one; no line break at the end. With
+    ``wraps`` cells are broken where the terminal is too narrow, 80 columns where there is none."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
 
     head, *body = rows
-    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD)
+    table = Table(title=title or None, title_justify="left", title_style="bold", box=SIMPLE_HEAD)
     for index, name in enumerate(head):
-        table.add_column(name, justify="left" if index == 0 else "right", no_wrap=index == 0)
+        table.add_column(name, justify="left" if index == 0 else "right", no_wrap=index == 0 or not wraps)
     for row in body:
         table.add_row(*row)
-    console = Console()
+    console = Console(width=None if wraps else 10_000, markup=False)
     with console.capture() as text:  # why not printed by it: it ends the program in silence where a pipe is closed
         console.print(table)
-    print(text.get(), end="")
+    lines = (line.rstrip() for line in text.get().splitlines())
+    return "\n".join(line for line in lines if line)
+
+
+def show_table(title: str, rows: Sequence[Sequence[str]]) -> None:
+    """Prints ``table_text``, no wider than the terminal, and an empty line."""
+    print(table_text(title, rows, wraps=True), end="\n\n")
 
 
 def run_child(command: list[str], environment: dict[str, str], log: Path | None = None) -> int:

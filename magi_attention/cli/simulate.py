@@ -18,6 +18,10 @@ from magi_attention.cli.masks import add_mask_options, build_mask, check_options
 FOLDER = "runs/simulate"  # default of --out
 PICTURED_TOKENS = 3_000_000  # in all, at least, of the largest size in the picture
 LARGEST = 4096  # GPUs
+ESTIMATE = (
+    "~ is an estimate: no record has such a case, or the model is off there by over 10% "
+    "(docs/guides/simulate-records.md)."
+)
 
 
 def size(text: str) -> int:
@@ -204,16 +208,22 @@ def progress_bar() -> Iterator[_Bar]:
 
 def show_size(estimates: list, case) -> None:
     head = ["way", "forward", "backward", "exposed", "TFLOP/s", "efficiency"]
-    rows, refusals = [head], []
+    from magi_attention.simulate.support import is_supported
+
+    rows, refusals, told = [head], [], set[str]()
     for one in estimates:
         if one.reason:
             refusals.append(f"{one.way}: {one.reason}.")
             continue
-        times = [f"{ms:,.2f}" for ms in (one.forward_ms, one.backward_ms, one.exposed_ms)]
-        rows.append([one.way, *times, f"{one.tflops:.0f}", f"{one.efficiency:.2f}"])
+        marks = ["" if is_supported(error) else "~" for error in (one.forward_error, one.backward_error)]
+        both = max(marks)
+        times = [f"{mark}{ms:,.2f}" for mark, ms in zip(marks, (one.forward_ms, one.backward_ms))]
+        rest = f"{one.exposed_ms:,.2f}", f"{one.tflops:.0f}", f"{one.efficiency:.2f}"
+        rows.append([one.way, *times, *(both + text for text in rest)])
+        told |= {both} - {""}
     size = f"{case.ranks:,} GPUs, {case.mask.total_q:,} tokens"
     show_table(f"{size}: modelled ms of a layer, and TFLOP/s of each GPU", rows)
-    for line in [*refusals, *padded(estimates, case)]:
+    for line in [*(ESTIMATE for _ in told), *refusals, *padded(estimates, case)]:
         print(line)
 
 
@@ -227,7 +237,7 @@ def padded(estimates: list, case) -> Iterator[str]:
 
 def sentence(answer, cluster) -> str:
     """What keeps the goal, or what would."""
-    start = f"{answer.way}, {answer.ranks:,} GPUs: efficiency {answer.efficiency:.2f}."
+    start = f"An estimate of {answer.way} on {answer.ranks:,} GPUs: efficiency {answer.efficiency:.2f}."
     holds = answer.efficiency >= answer.goal
     parts = []
     if not answer.network_is_used:

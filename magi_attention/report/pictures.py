@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What pictures of plans have in common, by matplotlib. Nothing here opens a window."""
+"""What pictures of plans, profiles and benchmarks have in common, by matplotlib. Nothing here opens a window."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ def rank_colours(count: int) -> np.ndarray:
     return np.array([rank_colour(rank, count) for rank in range(count)]) / 255
 
 
-def new_figure(width: float, height: float, panels: int = 1):
+def new_figure(width: float, height: float, panels: int = 1, rows: int | None = None, **options):
+    """Inches; the axes are ``(panels,)``, or ``(rows, panels)`` if rows are given. ``options`` as of ``subplots``."""
     figure = Figure(figsize=(width, height), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.subplots(1, panels, squeeze=False)[0]
-    for axis in axes:
+    axes = figure.subplots(rows or 1, panels, squeeze=False, **options)
+    for axis in axes.flat:
         axis.spines[["top", "right"]].set_visible(False)
-    return figure, axes
+    return figure, axes if rows else axes[0]
 
 
 def _short(number: float) -> str:

@@ -6,9 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-
+from magi_attention.report.pictures import new_figure
 from magi_attention.simulate.ways import OURS, Estimate
 
 _COLOURS = "#1f4e96 #4f86cf #8db4e6 #6e7780 #3f9c5a #d9822b #c4453c #7d5fb2 #8a6245".split()
@@ -17,10 +15,8 @@ _COLOURS = "#1f4e96 #4f86cf #8db4e6 #6e7780 #3f9c5a #d9822b #c4453c #7d5fb2 #8a6
 def draw(path: Path, estimates: Sequence[Estimate], title: str, goal: float) -> None:
     """Writes a PNG file with a line at the efficiency ``goal``; a way has no point where it has no time. Ours are solid
     lines."""
-    figure = Figure(figsize=(11, 4.6), dpi=110, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure, axes = new_figure(11, 4.6, 2)
     figure.suptitle(title, fontsize=11)
-    axes = figure.subplots(1, 2)
     ways = list(dict.fromkeys(one.way for one in estimates))
     ticks = sorted({one.ranks for one in estimates})
     for axis, name, label in zip(axes, ("tflops", "efficiency"), ("TFLOP/s of a GPU", "efficiency")):
@@ -34,7 +30,6 @@ def draw(path: Path, estimates: Sequence[Estimate], title: str, goal: float) -> 
         axis.set_ylabel(label)
         axis.set_ylim(bottom=0)
         axis.grid(color="#dde2e8", linewidth=0.6)
-        axis.spines[["top", "right"]].set_visible(False)
     axes[1].axhline(goal, color="#6e7780", linewidth=0.8, linestyle=":")
     axes[1].legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
     figure.savefig(path)

@@ -25,6 +25,7 @@ from magi_attention.simulate.kernels import KernelTimes, kind_of
 from magi_attention.simulate.machine import Cluster
 from magi_attention.simulate.one_launch import one_launch
 from magi_attention.simulate.spread import Spread, spread
+from magi_attention.simulate.support import largest_error
 from magi_attention.simulate.traffic import PlanWork, evened, work_of
 
 BALANCE = 1.02  # of ``make_plan``
@@ -99,7 +100,9 @@ OURS = ("one launch", "one stage", "two stages", "fetch, then attend")
 @dataclass(frozen=True)
 class Estimate:
     """One layer: milliseconds of each direction on the slowest rank, TFLOP/s of each GPU in both, and efficiency, which
-    is the time of one GPU's kernels on an equal share over that. Without a time ``reason`` says why there is none."""
+    is the time of one GPU's kernels on an equal share over that. Without a time ``reason`` says why there is none.
+    ``forward_error`` and ``backward_error`` are the largest relative errors of such times in records of measured calls,
+    None where there are none: then, and above ``support.LIMIT``, the time is a mere estimate."""
 
     way: str
     ranks: int
@@ -109,6 +112,8 @@ class Estimate:
     tflops: float | None = None
     efficiency: float | None = None
     reason: str | None = None
+    forward_error: float | None = None
+    backward_error: float | None = None
 
 
 def share_seconds(case: Case, cluster: Cluster, is_backward: bool) -> float:
@@ -129,9 +134,10 @@ def estimate(way: str, case: Case, cluster: Cluster | None = None) -> Estimate:
     flops = (FORWARD_FLOPS + BACKWARD_FLOPS) * case.mask.area * cluster.q_values / case.ranks
     alone = share_seconds(case, cluster, False) + share_seconds(case, cluster, True)
     exposed = forward.exposed + backward.exposed
+    errors = [largest_error(way, case.kind, case.ranks, case.mask.total_q, cluster, b) for b in (False, True)]
     return Estimate(
         way, case.ranks, forward.seconds * 1e3, backward.seconds * 1e3, exposed * 1e3, flops / seconds / 1e12,
-        alone / seconds,
+        alone / seconds, None, *errors,
     )  # fmt: skip
 
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Timing on the CPU, tables, CSV round trips, plots."""
 
+import base64
 import subprocess
 import sys
 import types
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from magi_attention import benchmarking as bm
-from magi_attention.benchmarking import bench
+from magi_attention.benchmarking import bench, timing
 from magi_attention.benchmarking.report import Table
 from magi_attention.errors import ContractError, UnsupportedError
 
@@ -18,7 +19,7 @@ from magi_attention.errors import ContractError, UnsupportedError
 def clock(monkeypatch):
     """A clock that only ``clock.now +=`` moves, in seconds."""
     fake = types.SimpleNamespace(now=0.0)
-    monkeypatch.setattr(bench.time, "perf_counter", lambda: fake.now)
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: fake.now)
     monkeypatch.setattr(bench.torch.cuda, "is_available", lambda: False)
     return fake
 
@@ -107,7 +108,10 @@ def test_files_and_plots(tmp_path):
     mark.run(save_path=tmp_path / "out", report_all_name="all")
     names = ["all.html", "plot-mem.csv", "plot-mem.png", "plot-time.csv", "plot-time.png"]
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == names
-    assert "plot-time.png" in (tmp_path / "out" / "all.html").read_text()
+    page = (tmp_path / "out" / "all.html").read_text()
+    for name in ("plot-time", "plot-mem"):
+        picture = base64.b64encode((tmp_path / "out" / f"{name}.png").read_bytes()).decode()
+        assert f"<h2>{name}</h2>" in page and picture in page and "<td>41</td>" in page
     bench = bm.Benchmark.from_csv(tmp_path / "out" / "plot-time.csv", ylabel="ms")
     assert (bench.x_names, bench.x_vals, bench.line_names, bench.ylabel) == (
         ["n"],
@@ -150,3 +154,39 @@ def test_import_is_cheap():
     code = "import sys, magi_attention.benchmarking; print('matplotlib' in sys.modules, 'pandas' in sys.modules)"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert out.split() == ["False", "False"]
+
+
+def test_rounds_that_warm_up_and_what_runs_before_each_do_not_count(clock):
+    order = []
+
+    def call(name, seconds):
+        def run():
+            order.append(name)
+            clock.now += seconds * len(order)
+
+        return run
+
+    def before():
+        order.append("before")
+        clock.now += 1000
+
+    cpu = timing.Clock(torch.device("cpu"))
+    options = {"clock": cpu, "warm_up_rounds": 2, "before": before}
+    (us,) = timing.interleaved_us({"a": call("a", 1.0)}, 3, None, **options).values()
+    assert order == ["before", "a"] * 5 and us == pytest.approx([6e6, 8e6, 10e6])
+    order.clear()
+    found = timing.interleaved_us({n: call(n, 0.0) for n in "abc"}, 4, None, **options)
+    rounds = [order[i : i + 6] for i in range(0, len(order), 6)]
+    assert all(sorted(names[1::2]) == ["a", "b", "c"] for names in rounds) and len(rounds) == 6
+    assert {n: len(us) for n, us in found.items()} == {"a": 4, "b": 4, "c": 4}
+
+
+def test_a_call_that_fails_leaves_or_ends_the_measurement(clock):
+    def bad():
+        raise ValueError("no memory")
+
+    failed = {}
+    found = timing.interleaved_us({"good": lambda: None, "bad": bad}, 2, failed, device="cpu")
+    assert list(found) == ["good"] and failed == {"bad": "ValueError: no memory"}
+    with pytest.raises(ValueError, match="no memory"):
+        timing.interleaved_us({"bad": bad}, 2, None, device="cpu")

@@ -30,7 +30,8 @@ def test_committed_results_of_rows_are_baselines_of_themselves():
         ((direction, settings),) = gr._parts(baseline, None)
         line = gr.command(baseline.benchmark, direction, settings, Path("x"))
         if baseline.benchmark == "range_ops":
-            options = vars(range_ops.make_parser().parse_args(line[2:]))
+            assert line[2] == "rows"
+            options = vars(range_ops.make_parser().parse_args(line[3:]))
         else:
             ranks = str(baseline.world)
             assert line[1:6] == ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]

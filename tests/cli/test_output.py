@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from magi_attention.cli.common import table_text
 from magi_attention.testing.waiting import DEADLINE_S
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -78,3 +79,13 @@ def test_no_output_at_all(tmp_path):
         ["sh", "-c", line], env={**os.environ, "PYTHONPATH": str(ROOT)}, stderr=subprocess.PIPE, text=True, cwd=ROOT
     )
     assert done.returncode == 0 and done.stderr == ""
+
+
+def test_a_table_has_a_line_for_each_row_whatever_is_in_it():
+    """Also where no terminal is as wide; ``[x]`` is no markup."""
+    rows = [["name", *(f"column {n}" for n in range(40))]]
+    rows += [[f"row {r} [x]", *(f"[{r}.{n}]" for n in range(40))] for r in range(3)]
+    title, head, rule, *lines = table_text("A table [b]", rows).splitlines()
+    assert title == "A table [b]" and head.split() == " ".join(rows[0]).split()
+    assert [line.split() for line in lines] == [" ".join(row).split() for row in rows[1:]]
+    assert table_text("", rows).splitlines() == [head, rule, *lines]

@@ -24,7 +24,7 @@ from magi_attention.kernels import default_registry
 from magi_attention.testing.spawn import run_processes
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-from timing import host_us  # noqa: E402
+from magi_attention.benchmarking.timing import host_us  # noqa: E402
 
 GPUS = torch.cuda.device_count()
 HAS_HOPPER = GPUS > 0 and torch.cuda.get_device_capability() == (9, 0)

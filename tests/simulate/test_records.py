@@ -13,6 +13,11 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import simulated  # noqa: E402
+import simulated_tables as tables_module  # noqa: E402
+
+from magi_attention.common.mask import Mask  # noqa: E402
+from magi_attention.simulate import WAYS, Case, Cluster, estimate  # noqa: E402
+from magi_attention.simulate.support import LARGEST_ERRORS, LIMIT, is_supported  # noqa: E402
 
 PAGE = ROOT / "docs" / "guides" / "simulate-records.md"
 
@@ -53,13 +58,49 @@ def test_a_stage_is_waited_for_where_that_was_faster():
 def test_the_page_has_the_errors_of_today(cells):
     """To three points in a hundred. If not, run ``python benchmarks/simulated.py --write``."""
     page = PAGE.read_text(encoding="utf-8")
-    tables = simulated.tables_of(page)
+    tables = tables_module.tables_of(page)
     assert len(tables) == len(cells) == 2
     for table, found in zip(tables, cells):
-        told, now = (simulated.numbers(text) for text in (table, simulated.table(found)))
+        told, now = (tables_module.numbers(text) for text in (table, simulated.table(found)))
         assert told.keys() == now.keys()
         far = {key: (told[key], now[key]) for key in now if abs(told[key] - now[key]) > 3}
         assert not far, far
+
+
+KINDS = {"varlen_block_causal": "varlen_full"}  # of masks that the model takes for those of another name
+
+
+def test_the_model_knows_how_far_it_is_off(cells):
+    """To three points, as the page does; no cell of a time that is called supported is further off."""
+    most: dict[tuple[str, str, int], list[float]] = {}
+    for cell in (cell for found in cells for cell in found):
+        gpus = int(cell.record.removesuffix(".json")[-1])
+        is_one_stage = cell.way in ("one stage, merged", "fetch, then attend")
+        for way in {cell.way, "one stage"} if is_one_stage else {cell.way}:
+            if way in WAYS:
+                pair = most.setdefault((way, KINDS.get(cell.mask, cell.mask), gpus), [0.0, 0.0])
+                pair[cell.direction == "backward"] = max(pair[cell.direction == "backward"], abs(cell.error))
+    assert most.keys() == LARGEST_ERRORS.keys()
+    for key, pair in most.items():
+        for now, told in zip(pair, LARGEST_ERRORS[key]):
+            assert abs(now - told) <= 0.03 and not (told <= LIMIT < now - 0.03), key
+
+
+def test_what_is_supported_and_what_is_an_estimate():
+    def errors(way: str, mask: Mask, ranks: int, **cluster) -> tuple[bool, bool]:
+        one = estimate(way, Case(mask, ranks, Cluster(**cluster)))
+        assert one.reason is None
+        return is_supported(one.forward_error), is_supported(one.backward_error)
+
+    documents = Mask.varlen([0, 3000, 8192, 12_000, 16_384], causal=False)
+    assert errors("one launch", Mask.full(16_384), 2) == (True, True)
+    assert errors("ring", documents, 2) == (True, False)  # off by 56% in a record
+    assert errors("two stages", Mask.full(32_768), 4) == (False, False)  # never measured on four
+    assert errors("one launch", Mask.full(8 * 8192), 8) == (False, False)
+    assert errors("one launch", Mask.full(16_384), 2, node=1) == (False, False)  # over a network
+    assert errors("one launch", Mask.full(16_384), 2, heads_q=32) == (False, False)
+    for tokens in (8192, 1 << 16):
+        assert errors("one launch", Mask.full(tokens), 2) == (False, False)
 
 
 NODE_NAMES = ("magi_nodes", "magi_nodes_2", "magi_nodes_2_a2av", "magi_nodes_fused", "magi_nodes_2_fused")

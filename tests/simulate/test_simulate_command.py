@@ -21,8 +21,24 @@ def test_tables_and_what_would_have_to_change(tmp_path, capsys):
     first, *lines = capsys.readouterr().out.splitlines()
     assert first.startswith("Measured: ") and "Modelled: " in first and "assumed" in first
     assert sum("one launch" in line for line in lines) == 3  # two tables, and the last line
-    assert lines[-1].startswith("one launch, 16 GPUs: efficiency ") and "GB/s of network" in lines[-1]
+    assert lines[-1].startswith("An estimate of one launch on 16 GPUs: efficiency ") and "GB/s of network" in lines[-1]
     assert (tmp_path / "simulate.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_what_no_record_supports_is_called_an_estimate(tmp_path, capsys):
+    words = ["simulate", "--gpus", "2,8", "--ways", "one_launch,ring", "--docs", "3000,500,17", "--no-pictures"]
+    assert main(words) == 0
+    few, many = capsys.readouterr().out.split("8 GPUs, ")
+
+    def row(text: str, way: str) -> list[str]:
+        return next(line for line in text.splitlines() if line.strip().startswith(way)).split()[-5:]
+
+    assert [cell[0] == "~" for cell in row(few, "ring")] == [False, True, True, True, True]
+    assert [cell[0] == "~" for cell in row(many, "one launch")] == [True] * 5
+    assert few.count("~ is an estimate") == many.count("~ is an estimate") == 1
+    assert main([*words[:1], "--gpus", "2", *words[3:5], "--no-pictures"]) == 0
+    full = capsys.readouterr().out
+    assert "~" not in full and "one launch" in full
 
 
 def test_numbers_as_json(capsys):
