@@ -3,7 +3,7 @@
 // a part each.
 #pragma once
 
-#include "ffa/common/ptx/dependent_launch.cuh"
+#include "device/dependent_launch.cuh"
 #include "ffa/common/scores.cuh"
 
 namespace magi {

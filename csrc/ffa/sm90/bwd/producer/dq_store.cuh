@@ -4,8 +4,8 @@
 // of these lanes also asks for the keys of each work tile.
 #pragma once
 
-#include "ffa/sm90/tma.cuh"
-#include "ffa/common/ptx/atomics.cuh"
+#include "device/tma.cuh"
+#include "device/atomics.cuh"
 #include "ffa/sm90/bwd/producer.cuh"
 
 namespace magi {

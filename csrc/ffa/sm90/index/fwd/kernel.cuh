@@ -3,7 +3,7 @@
 // it; a CTA walks the keys in blocks that its first warpgroup gathers, and writes the output once.
 #pragma once
 
-#include "ffa/common/ptx/shared.cuh"
+#include "device/shared.cuh"
 #include "ffa/sm90/fwd/products.cuh"
 #include "ffa/sm90/index/fwd/epilogue.cuh"
 #include "ffa/sm90/index/fwd/producer.cuh"

@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "ffa/common/types.cuh"
+#include "device/types.cuh"
 
 namespace magi {
 

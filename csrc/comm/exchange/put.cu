@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Puts of a group cast or reduce over nodes, see magi/comm.h.
 
-#include "comm/exchange_verbs.cuh"
+#include "comm/exchange/verbs.cuh"
 
 namespace magi {
 namespace comm {

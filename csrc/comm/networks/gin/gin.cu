@@ -2,7 +2,7 @@
 // A device communicator of NCCL and the memory of an exchange in it, see magi/gin.h.
 #include <memory>
 
-#include "comm/exchange_verbs.cuh"
+#include "comm/exchange/verbs.cuh"
 #include "magi/gin.h"
 
 namespace magi {

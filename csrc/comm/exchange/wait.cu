@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // A stream that waits for signals of an exchange over nodes, see magi/comm.h.
 
-#include "comm/exchange_verbs.cuh"
+#include "comm/exchange/verbs.cuh"
 
 namespace magi {
 namespace comm {

@@ -2,7 +2,7 @@
 // Joining, symmetric memory, put with signal, leaving.
 #include <cstring>
 
-#include "comm/exchange_verbs.cuh"
+#include "comm/exchange/verbs.cuh"
 
 namespace magi {
 namespace comm {

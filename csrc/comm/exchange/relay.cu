@@ -2,8 +2,8 @@
 // Puts of a group cast over nodes beside an attention kernel that waits for what arrives, see
 // magi/comm.h.
 
-#include "comm/exchange_verbs.cuh"
-#include "ffa/common/ptx/dependent_launch.cuh"
+#include "comm/exchange/verbs.cuh"
+#include "device/dependent_launch.cuh"
 
 namespace magi {
 namespace comm {

@@ -6,7 +6,7 @@
 #include <nccl.h>
 #include <nccl_device.h>
 
-#include "comm/symm/system_words.cuh"
+#include "device/system_words.cuh"
 #include "magi/comm.h"
 
 namespace magi {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Sums of the rows of a node in a fixed order, on their way to the owner, see magi/comm.h.
 
-#include "comm/exchange_verbs.cuh"
+#include "comm/exchange/verbs.cuh"
 #include "comm/symm/accumulate.cuh"
 
 namespace magi {

@@ -5,7 +5,7 @@
 #include <nvshmem.h>
 #include <nvshmemx.h>
 
-#include "comm/symm/system_words.cuh"
+#include "device/system_words.cuh"
 #include "magi/comm.h"
 
 namespace magi {

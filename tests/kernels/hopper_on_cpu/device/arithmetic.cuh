@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// csrc/ffa/common/ptx/arithmetic.cuh for the CPU.
+// csrc/device/arithmetic.cuh for the CPU.
 #pragma once
 
-#include "ffa/common/types.cuh"
+#include "device/types.cuh"
 
 namespace magi {
 

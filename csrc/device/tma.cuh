@@ -6,7 +6,7 @@
 
 #include <cstdint>
 
-#include "ffa/sm90/mbarrier.cuh"
+#include "device/mbarrier.cuh"
 
 namespace magi {
 

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// csrc/ffa/sm90/async_copy.cuh for the CPU: copies of 16 bytes by each thread, which are done at a
+// csrc/device/async_copy.cuh for the CPU: copies of 16 bytes by each thread, which are done at a
 // random later time in any order.
 #pragma once
 
-#include "ffa/sm90/mbarrier.cuh"
+#include "device/mbarrier.cuh"
 
 namespace hopper {
 

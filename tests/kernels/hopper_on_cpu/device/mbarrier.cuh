@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// csrc/ffa/sm90/mbarrier.cuh for the CPU.
+// csrc/device/mbarrier.cuh for the CPU.
 #pragma once
 
-#include "ffa/common/ptx/dependent_launch.cuh"
-#include "ffa/sm90/ring.cuh"
+#include "device/dependent_launch.cuh"
+#include "device/ring.cuh"
 #include "cuda_runtime.h"
 
 namespace magi {

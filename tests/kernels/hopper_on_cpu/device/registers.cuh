@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// csrc/ffa/common/ptx/registers.cuh for the CPU.
+// csrc/device/registers.cuh for the CPU.
 #pragma once
 
 #include "cuda_runtime.h"

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// csrc/ffa/sm90/tma.cuh for the CPU. A load is done at a random later time, and until then its
+// csrc/device/tma.cuh for the CPU. A load is done at a random later time, and until then its
 // destination is NaN; a store reads shared memory at a random time before the wait for that, and
 // writes at a random time before the other one.
 #pragma once
@@ -8,7 +8,7 @@
 
 #include <array>
 
-#include "ffa/sm90/mbarrier.cuh"
+#include "device/mbarrier.cuh"
 
 namespace hopper {
 

@@ -5,8 +5,8 @@
 
 #include <cstdint>
 
-#include "ffa/common/ptx/dependent_launch.cuh"
-#include "ffa/sm90/ring.cuh"
+#include "device/dependent_launch.cuh"
+#include "device/ring.cuh"
 
 namespace magi {
 

@@ -7,9 +7,9 @@
 #include "ffa/common/host.h"
 #include "magi/comm.h"
 #ifdef MAGI_COMM_GIN
-#include "comm/gin_verbs.cuh"
+#include "comm/networks/gin/verbs.cuh"
 #else
-#include "comm/nvshmem_verbs.cuh"
+#include "comm/networks/nvshmem/verbs.cuh"
 #endif
 
 namespace magi {

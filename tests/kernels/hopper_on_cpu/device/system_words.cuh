@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// csrc/comm/symm/system_words.cuh for the CPU.
+// csrc/device/system_words.cuh for the CPU.
 #pragma once
 
 #include "cuda_runtime.h"
