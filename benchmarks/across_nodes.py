@@ -23,8 +23,8 @@ from dispatch import MASKS as DISPATCHED  # noqa: E402
 from result_file import plain_settings, write_results  # noqa: E402
 
 from magi_attention.common.mask import Mask  # noqa: E402
-from magi_attention.simulate import Case, Cluster, estimate  # noqa: E402
-from magi_attention.simulate.ways import WAYS, share_seconds  # noqa: E402
+from magi_attention.tools.simulate import Case, Cluster, estimate  # noqa: E402
+from magi_attention.tools.simulate.ways import WAYS, share_seconds  # noqa: E402
 
 LENGTHS = (30_000, 2_000, 500, 9_000, 1_200, 700, 4_000)
 WAY = "one launch"

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Published module paths and names, and the finder that resolves them.
+"""Published module paths and names, former paths, and the finder that resolves them.
 
 Paths below are relative to ``magi_attention``. ``MODULES`` gives a published path its module, which is then one module
-with two names. ``NAMES`` gives a module of ours names that it has in the published package alone. Both are looked up
-when a program asks; importing the package costs one entry of ``sys.meta_path``. Once ``magi_attention.api`` is
-imported, all paths that the published package imports with itself are in ``sys.modules``.
+with two names. ``FOLDERS`` does so for all modules of a folder that has moved. ``NAMES`` gives a module of ours names
+that it has in the published package alone. All are looked up when a program asks; importing the package costs one entry
+of ``sys.meta_path``. Once ``magi_attention.api`` is imported, all paths that the published package imports with itself
+are in ``sys.modules``.
 """
 
 from __future__ import annotations
@@ -69,6 +70,15 @@ MODULES: dict[str, str] = {
     "utils.sparse_utils": "compat.sparse_utils",
 }
 
+# former path of a folder -> where it is
+FOLDERS: dict[str, str] = {
+    "doctor": "tools.doctor",
+    "launch": "tools.launch",
+    "profiling": "tools.profiling",
+    "report": "tools.report",
+    "simulate": "tools.simulate",
+}
+
 # The published package imports all other paths of the table with itself; here the import of api does.
 LATE = (
     "benchmarking.image_grid benchmarking.utils meta.solver.dynamic_solver_vis testing.utils utils.dtype"
@@ -115,6 +125,12 @@ NAMES: dict[str, dict[str, str]] = {
 }
 
 
+def _home(name: str) -> str | None:
+    """Where the module of a published or former path is; None: ``name`` is no such path."""
+    folder, dot, rest = name.partition(".")
+    return f"{FOLDERS[folder]}{dot}{rest}" if folder in FOLDERS else MODULES.get(name)
+
+
 def _has_children(name: str) -> bool:
     return any(path.startswith(f"{name}.") for path in MODULES)
 
@@ -123,7 +139,7 @@ class _AliasLoader(Loader):
     """Gives the published path the module that is at home elsewhere."""
 
     def __init__(self, path: str) -> None:
-        self.path, self.home = path, f"{_PACKAGE}.{MODULES[path]}"
+        self.path, self.home = path, f"{_PACKAGE}.{_home(path)}"
         self._spec: ModuleSpec | None = None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
@@ -205,6 +221,12 @@ class PublishedPaths(MetaPathFinder):
         name = fullname[len(_PACKAGE) + 1 :]
         if name in MODULES:
             return ModuleSpec(fullname, _AliasLoader(name), is_package=_has_children(name))
+        if (home := _home(name)) is not None:
+            there = find_spec(f"{_PACKAGE}.{home}")
+            if there is None:
+                return None
+            is_package = there.submodule_search_locations is not None
+            return ModuleSpec(fullname, _AliasLoader(name), origin=there.origin, is_package=is_package)
         if name == "api" or name in NAMES or _has_children(name):
             spec = PathFinder.find_spec(fullname, path, target)
             if spec is not None and spec.loader is not None:
