@@ -194,3 +194,14 @@ def test_other_packages_are_none_of_its_business() -> None:
         assert finder.find_spec(name) is None
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("magi_attention.functional.no_such_module")
+
+
+def test_a_star_import_brings_published_names() -> None:
+    space: dict = {}
+    exec("from magi_attention.common import *", space)
+    exec("from magi_attention.api import *", space)
+    assert space["AttnRectangle"].__name__ == "AttnRectangle" and space["magi_attn_flex_dispatch"].__doc__
+    common = importlib.import_module("magi_attention.common")
+    for _ in range(2):
+        common = importlib.reload(common)
+        assert len(set(common.__all__)) == len(common.__all__) and {"AttnMask", "AttnRange"} <= set(common.__all__)

@@ -9,7 +9,25 @@ import sys
 import unittest
 from collections.abc import Callable
 
-from magi_attention.testing.envvars import switch_envvar_context
+from magi_attention.compat.testing import (  # noqa: F401
+    DEVICE_TYPE,
+    INTERFACE,
+    NAME,
+    NUM_DEVICES,
+    PG_DEFAULT_BACKEND,
+    PROFILE_ONLY,
+    RUN_IN_MP,
+    SKIP_WORLD_SIZE,
+    TEST_ATTN_CONFIG,
+    TEST_WORLD_SIZE,
+)  # fmt: skip
+from magi_attention.compat.testing.envvars import (  # noqa: F401
+    should_run_attn_config,
+    should_run_test_case,
+    should_run_world_size,
+    skip_if_world_size_filtered,
+    switch_envvar_context,
+)
 from magi_attention.testing.spawn import run_processes
 
 TIMEOUT_S = 30 * 60.0
@@ -66,7 +84,7 @@ class DistTestBase(unittest.TestCase):
 
     # The methods of a worker are called one by one, set-up and tear-down as usual, only their errors travel.
     def _run_as_worker(self, rank: int, name: str) -> str | None:
-        from magi_attention.utils.dist import set_random_seed
+        from magi_attention.compat.utils.dist import set_random_seed
 
         self._is_worker, self.rank = True, rank
         set_random_seed(self.seed + rank)

@@ -119,6 +119,23 @@ def _blockwise(q_HTD, k_HTD, v_HTD, allowed, scale, softcap, block):
     return out.to(q_HTD.dtype), lse, peak_H
 
 
+@torch.no_grad()
+def _calc_attn_lse(
+    q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor, softmax_scale: float | None = None
+) -> torch.Tensor:
+    """Natural log-sum-exp ``(Tq, Hq)``, at least float32, of q ``(Tq, Hq, D)`` and k ``(Tk, Hk, D)``; mask ``(Tq, Tk)``
+    or one per query head ``(Hq, Tq, Tk)``."""
+    if mask.dim() == 2:
+        _, meta = ref_attn_func(q, k, k, mask, softmax_scale=softmax_scale, backend="torch", return_lse=True)
+        return meta.lse
+    group = q.shape[1] // k.shape[1]
+    heads = [
+        _calc_attn_lse(q[:, h : h + 1], k[:, h // group : h // group + 1], mask[h], softmax_scale)
+        for h in range(q.shape[1])
+    ]
+    return torch.cat(heads, dim=1)
+
+
 def _logaddexp(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """``log(e^a + e^b)`` with finite gradients where one side, or both, are -inf."""
     none_a, none_b = a == -torch.inf, b == -torch.inf

@@ -7,11 +7,12 @@ import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import combinations, count, islice, product
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from magi_attention.errors import ContractError
 
 Comb = dict[str, Any]
+FlagCombStrategy: TypeAlias = Literal["constant", "sequential", "random", "heuristic"]
 STRATEGIES = ("constant", "sequential", "random", "heuristic")
 
 

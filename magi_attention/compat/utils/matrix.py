@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from magi_attention.common.attn_mask import draw_matrix
 from magi_attention.common.ranges import AttnRanges
 from magi_attention.common.slices import SliceTable, to_dense
+from magi_attention.compat.utils.device import default_device
+from magi_attention.compat.values.attn_mask import draw_matrix
 from magi_attention.errors import ContractError
-from magi_attention.utils.device import default_device
 
 
 def make_slice_mask_from_ffa_attn_type(

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Published names of ``testing`` and its modules that nothing of ours needs."""
+"""Published helpers for tests. This module is ``testing.utils``."""
 
 from __future__ import annotations
 
 from functools import partial
-from typing import Literal, TypeAlias
 
 import torch
 
-from magi_attention.testing.envvars import (
+from magi_attention.compat.testing.envvars import (
     should_run_attn_config,
     should_run_test_case,
     should_run_world_size,
@@ -16,7 +15,6 @@ from magi_attention.testing.envvars import (
     switch_envvar_decorator,
     switch_envvars,
 )
-from magi_attention.testing.ref_attn import ref_attn_func
 
 __all__ = ["should_run_attn_config", "should_run_test_case", "should_run_world_size", "switch_envvars"]
 
@@ -28,7 +26,6 @@ RUN_IN_MP = "MAGI_ATTENTION_PARAMETERIZE_RUN_IN_MP"
 DEVICE_TYPE = "cuda" if torch.cuda.device_count() > 1 else "cpu"
 PG_DEFAULT_BACKEND = "nccl" if DEVICE_TYPE == "cuda" else "gloo"
 NUM_DEVICES = min(4, torch.cuda.device_count()) if DEVICE_TYPE == "cuda" else 4
-FlagCombStrategy: TypeAlias = Literal["constant", "sequential", "random", "heuristic"]
 
 # ---- switches ------------------------------------------------------------------------------------------
 
@@ -43,22 +40,3 @@ switch_sdpa_backend_context = partial(switch_envvar_context, _SWITCHES["sdpa_bac
 switch_sdpa_backend_decorator = partial(switch_envvar_decorator, _SWITCHES["sdpa_backend"])
 switch_ffa_verbose_jit_build_context = partial(switch_envvar_context, _SWITCHES["ffa_verbose_jit_build"])
 switch_ffa_verbose_jit_build_decorator = partial(switch_envvar_decorator, _SWITCHES["ffa_verbose_jit_build"])
-
-# ---- references ----------------------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def _calc_attn_lse(
-    q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor, softmax_scale: float | None = None
-) -> torch.Tensor:
-    """Natural log-sum-exp ``(Tq, Hq)``, at least float32, of q ``(Tq, Hq, D)`` and k ``(Tk, Hk, D)``; mask ``(Tq, Tk)``
-    or one per query head ``(Hq, Tq, Tk)``."""
-    if mask.dim() == 2:
-        _, meta = ref_attn_func(q, k, k, mask, softmax_scale=softmax_scale, backend="torch", return_lse=True)
-        return meta.lse
-    group = q.shape[1] // k.shape[1]
-    heads = [
-        _calc_attn_lse(q[:, h : h + 1], k[:, h // group : h // group + 1], mask[h], softmax_scale)
-        for h in range(q.shape[1])
-    ]
-    return torch.cat(heads, dim=1)

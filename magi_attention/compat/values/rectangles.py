@@ -13,8 +13,8 @@ from magi_attention.common.disjoint import check_disjoint
 from magi_attention.common.enum import AttnMaskType
 from magi_attention.common.range import AttnRange
 from magi_attention.common.ranges import AttnRanges, NaiveRanges, check_slice_assignment
-from magi_attention.common.rectangle import AttnRectangle
 from magi_attention.common.slices import SliceTable, trim
+from magi_attention.compat.values.rectangle import AttnRectangle
 from magi_attention.errors import ContractError
 
 Sides = tuple[AttnRectangle | None, AttnRectangle | None]

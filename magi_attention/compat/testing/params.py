@@ -9,8 +9,8 @@ import unittest
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from magi_attention.compat.utils.sequences import str2seed
 from magi_attention.env import registry
-from magi_attention.utils.sequences import str2seed
 
 
 def parameterize(argument: str, values: Iterable[Any]) -> Callable[[Callable], Callable]:
