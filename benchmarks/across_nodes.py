@@ -20,8 +20,8 @@ from dispatch import MASKS as DISPATCHED
 from result_file import plain_settings, write_results
 
 from magi_attention.common.mask import Mask
-from magi_attention.simulate import Case, Cluster, estimate
-from magi_attention.simulate.ways import WAYS, share_seconds
+from magi_attention.tools.simulate import Case, Cluster, estimate
+from magi_attention.tools.simulate.ways import WAYS, share_seconds
 
 LENGTHS = (30_000, 2_000, 500, 9_000, 1_200, 700, 4_000)
 WAY = "one launch"
@@ -73,7 +73,7 @@ def line(row: dict) -> str:
 
 def draw(path: Path, rows: list[dict]) -> None:
     """Efficiency by mask and number of GPUs, with and without."""
-    from magi_attention.report.pictures import new_figure
+    from magi_attention.tools.report.pictures import new_figure
 
     names, sizes = (list(dict.fromkeys(row[key] for row in rows)) for key in ("mask", "gpus"))
     figure, axes = new_figure(11, 3.6, len(sizes), sharey=True)

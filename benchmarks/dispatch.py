@@ -183,7 +183,7 @@ def growth() -> list[dict]:
 
 def draw(path: Path, rows: list[dict], grown: list[dict]) -> None:
     """Mean rows over those of MinHeap, and the growth of planning."""
-    from magi_attention.report.pictures import new_figure
+    from magi_attention.tools.report.pictures import new_figure
 
     names = list(dict.fromkeys(row["mask"] for row in rows))
     columns = len(names) // 2 + 1

@@ -79,7 +79,7 @@ def draw(record: Path) -> bool:
     try:
         from matplotlib.patches import Patch
 
-        from magi_attention.report.pictures import new_figure
+        from magi_attention.tools.report.pictures import new_figure
     except ImportError:
         return False
     run = load(record)

@@ -15,10 +15,10 @@ import torch
 from peers import installed_peers
 
 from magi_attention.cli.common import num_cores
-from magi_attention.launch.provenance import output_of
 from magi_attention.native.info import read_info
 from magi_attention.native.loader import find
 from magi_attention.native.toolchain import PLANNER
+from magi_attention.tools.launch.provenance import output_of
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -63,11 +63,11 @@ from magi_attention.meta.solver.locality import (  # noqa: E402
     two_ended,
 )
 from magi_attention.meta.solver.partition import min_heap, sequential  # noqa: E402
-from magi_attention.simulate import ours  # noqa: E402
-from magi_attention.simulate.events import Outcome  # noqa: E402
-from magi_attention.simulate.machine import Calibration, Cluster  # noqa: E402
-from magi_attention.simulate.one_launch import one_launch  # noqa: E402
-from magi_attention.simulate.ways import WAYS, Case, share_seconds  # noqa: E402
+from magi_attention.tools.simulate import ours  # noqa: E402
+from magi_attention.tools.simulate.events import Outcome  # noqa: E402
+from magi_attention.tools.simulate.machine import Calibration, Cluster  # noqa: E402
+from magi_attention.tools.simulate.one_launch import one_launch  # noqa: E402
+from magi_attention.tools.simulate.ways import WAYS, Case, share_seconds  # noqa: E402
 
 RESULTS = Path(__file__).resolve().parent / "results"
 BLOCK = 64  # queries of a step of the backward

@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 from masks import make_case
 
-from magi_attention.simulate import support
-from magi_attention.simulate.kernels import KINDS, kind_of
-from magi_attention.simulate.ways import WAYS
+from magi_attention.tools.simulate import support
+from magi_attention.tools.simulate.kernels import KINDS, kind_of
+from magi_attention.tools.simulate.ways import WAYS
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "guides" / "simulate-records.md"
 SUPPORT = Path(support.__file__)

@@ -33,31 +33,35 @@ ALLOWED: dict[str, set[str]] = {
     "kernels": {*LEAVES, "env", "config", "common", "native"},
     "comm": {*LEAVES, "env", "config", "common", "native"},
     "functional": {*LEAVES, "env", "config", "common", "meta", "kernels", "comm"},
-    "api": {*LEAVES, "env", "config", "common", "meta", "kernels", "comm", "functional", "utils"},
-    "utils": {*LEAVES, "env", "config", "common", "meta"},
-    "report": {*LEAVES, "env", "config", "common", "meta"},
-    "simulate": {*LEAVES, "config", "common", "meta"},
-    "launch": {*LEAVES, "env"},
-    "doctor": {*LEAVES, "env", "native"},
+    "api": {*LEAVES, "env", "config", "common", "meta", "kernels", "comm", "functional"},
+    "utils": set(),
+    "tools": set(),
+    "tools.report": {*LEAVES, "env", "config", "common", "meta"},
+    "tools.simulate": {*LEAVES, "config", "common", "meta"},
+    "tools.launch": {*LEAVES, "env"},
+    "tools.doctor": {*LEAVES, "env", "native"},
 }
+# Each package in it is a layer of its own, and no row of attention names one.
+TOOLS = "tools"
 # May import every layer.
-ABOVE_ALL = {"__init__", "cli", "compat", "integrations", "testing", "benchmarking", "profiling"}
+ABOVE_ALL = {"__init__", "cli", "compat", "integrations", "testing", "benchmarking", "tools.profiling"}
 # What exists for programs written for the published package. The package installs its table of paths; nothing else of
 # ours may know of it, nor import one of these paths.
 COMPAT = "compat"
 COMPAT_IMPORTERS = {"__init__": {"compat.paths"}}
-PUBLISHED_PATHS = "compat.paths"  # module whose dicts MODULES and NAMES have the paths as keys
-# Single modules that a layer may import although not their whole layer.
+PUBLISHED_PATHS = "compat.paths"  # module whose dicts MODULES, FOLDERS and NAMES have the paths as keys
+# Single modules that a layer may import although not their whole layer; attention names those of tools inside a function only.
 MODULE_EXCEPTIONS = {
     # Configuration is held in members of these enumerations and in plain numbers.
     "config": {"common.enum", "common.scalars"},
     "env": {"common.enum"},
-    "api": {"report.plan_page"},  # what a notebook shows of a plan
-    "simulate": {"report.pictures"},
+    "api": {"tools.report.plan_page"},  # what a notebook shows of a plan
+    "tools.simulate": {"tools.report.pictures"},
     "meta": {"native.planner"},  # dispatch in the planner library, which knows neither a GPU nor a group
 }
 NO_MODULE_LEVEL_TORCH = {
-    *("errors", "version", "env", "config", "common", "meta", "cli", "report", "simulate", "launch", "doctor"),
+    *("errors", "version", "env", "config", "common", "meta", "cli"),
+    *("tools", "tools.report", "tools.simulate", "tools.launch", "tools.doctor"),
 }
 ENVIRON_READERS = {"env.registry"}
 
@@ -155,7 +159,7 @@ def published_paths(text: str) -> set[str]:
     paths: set[str] = set()
     for node in ast.parse(text).body:
         if isinstance(node, ast.AnnAssign) and node.value is not None and isinstance(node.target, ast.Name):
-            if node.target.id == "MODULES":
+            if node.target.id in ("MODULES", "FOLDERS"):
                 paths.update(ast.literal_eval(node.value))
             elif node.target.id == "NAMES":
                 for module, homes in ast.literal_eval(node.value).items():
@@ -163,9 +167,14 @@ def published_paths(text: str) -> set[str]:
     return paths
 
 
-def layer_problem(source: str, target: str) -> str | None:
+def layer_of(module: str) -> str:
+    parts = module.split(".")
+    return ".".join(parts[: 2 if parts[0] == TOOLS else 1])
+
+
+def layer_problem(source: str, target: str, is_lazy: bool) -> str | None:
     """Why `source` may not import `target` (both relative to the package), or None."""
-    here, there = source.split(".")[0], target.split(".")[0]
+    here, there = layer_of(source), layer_of(target)
     if here == there:
         return None
     if there == COMPAT and target not in COMPAT_IMPORTERS.get(here, ()):
@@ -177,7 +186,9 @@ def layer_problem(source: str, target: str) -> str | None:
     if there in ALLOWED[here]:
         return None
     if target in MODULE_EXCEPTIONS.get(here, ()):
-        return None
+        if is_lazy or not there.startswith(TOOLS) or here.startswith(TOOLS):
+            return None
+        return f"'{here}' may import '{target}' inside a function only"
     return f"'{here}' may not import '{there}'"
 
 
@@ -202,7 +213,7 @@ def check(root: Path) -> list[str]:
             target = resolve(item.target, modules)
             if target is None:
                 is_torch = item.target.split(".")[0] == "torch"
-                if is_torch and not item.is_lazy and name.split(".")[0] in NO_MODULE_LEVEL_TORCH:
+                if is_torch and not item.is_lazy and layer_of(name) in NO_MODULE_LEVEL_TORCH:
                     problems.append(f"{where}:{item.line}: imports torch outside a function")
                 continue
             if any(
@@ -211,7 +222,7 @@ def check(root: Path) -> list[str]:
                 problems.append(f"{where}:{item.line}: '{item.target}' is a published path; use its home")
             elif target in aliases:
                 problems.append(f"{where}:{item.line}: '{target}' is a compatibility alias; use its home")
-            elif reason := layer_problem(name, target):
+            elif reason := layer_problem(name, target, item.is_lazy):
                 problems.append(f"{where}:{item.line}: {reason} ({target})")
             # A package's __init__ imports its modules and they may import siblings: no cycle at run time
             # unless a module asks the package itself for a name.

@@ -45,7 +45,7 @@ PACKAGES = ("torch", "numpy", "rich")  # what of NVIDIA's image the stand-in has
 # to what docker/Dockerfile copies, and .github/workflows/image.yml to the list.
 INPUTS = (
     *("benchmarks/", "ci/", "docker/", "examples/", "pyproject.toml", "tests/", "wheels/"),
-    *("magi_attention/cli/", "magi_attention/doctor/", "magi_attention/launch/", "magi_attention/native/"),
+    *("magi_attention/cli/", "magi_attention/tools/doctor/", "magi_attention/tools/launch/", "magi_attention/native/"),
 )
 
 

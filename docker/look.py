@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import build
-from magi_attention.launch.engines.node_command import container_flags
-from magi_attention.launch.spec import Container
+from magi_attention.tools.launch.engines.node_command import container_flags
+from magi_attention.tools.launch.spec import Container
 
 USER = "65532"
 # The rights that the launcher gives a container without GPUs.

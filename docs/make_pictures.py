@@ -29,7 +29,7 @@ import make_design_pictures as design  # noqa: E402
 
 from magi_attention.api import Mask, Plan, make_plan  # noqa: E402
 from magi_attention.meta.cost import contiguous_areas  # noqa: E402
-from magi_attention.report.pictures import paint_mask, rank_colours  # noqa: E402
+from magi_attention.tools.report.pictures import paint_mask, rank_colours  # noqa: E402
 
 # What `magi bench kernel` wrote, by direction.
 RECORDS = {d: ROOT / "benchmarks" / "results" / f"kernel_{d}_h100.json" for d in ("forward", "backward")}

@@ -16,7 +16,6 @@ from magi_attention.api.functools import (
 from magi_attention.api.gradients import set_gradient_sum, sum_gradients
 from magi_attention.api.index_attn import IndexExchange, attend_index, prepare_index_exchange
 from magi_attention.api.key import DistAttnRuntimeKey, init_dist_attn_runtime_key
-from magi_attention.api.legacy import magi_attn_flex_dispatch, magi_attn_varlen_dispatch
 from magi_attention.api.magi_attn_interface import (
     DistAttnRuntimeDictManager,
     GeneralAttnMaskType,
@@ -119,9 +118,7 @@ __all__ = [
     "init_dist_attn_runtime_mgr",
     "kernel_tiles",
     "load_rates",
-    "magi_attn_flex_dispatch",
     "magi_attn_flex_key",
-    "magi_attn_varlen_dispatch",
     "magi_attn_varlen_key",
     "make_flex_key_for_new_mask_after_dispatch",
     "make_plan",

@@ -183,7 +183,7 @@ class Plan(meta_plan.Plan):
 
     def _repr_html_(self) -> str:
         """What a notebook shows: the page of `magi explain` for this plan, below 500 KB for any plan."""
-        from magi_attention.report.plan_page import notebook_view
+        from magi_attention.tools.report.plan_page import notebook_view
 
         return notebook_view(self)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from magi_attention.cli.common import table_text
 from magi_attention.errors import ContractError, UnsupportedError
-from magi_attention.report.html import Section, page
+from magi_attention.tools.report.html import Section, page
 
 
 def _pyplot():

@@ -123,7 +123,7 @@ def budget_of(plan, args: argparse.Namespace, plan_for: Callable[..., Any]) -> d
 
 
 def show_budget(budget: dict[str, Any]) -> None:
-    from magi_attention.report.describe import readable_bytes
+    from magi_attention.tools.report.describe import readable_bytes
 
     measured, modelled = budget["measured"], budget["modelled"]
     rows = [["planning, measured here", "ms"]]

@@ -15,14 +15,14 @@ from typing import Any
 
 from magi_attention.cli import launch
 from magi_attention.cli.common import ROOT, UsageError
-from magi_attention.doctor import finding, group_checks, registry
-from magi_attention.doctor.finding import Finding
-from magi_attention.doctor.system import System
 from magi_attention.env import secrets
-from magi_attention.launch import provenance, service, session
-from magi_attention.launch.engines import k8s, slurm
-from magi_attention.launch.plan import LaunchPlan
-from magi_attention.launch.textfile import open_private
+from magi_attention.tools.doctor import finding, group_checks, registry
+from magi_attention.tools.doctor.finding import Finding
+from magi_attention.tools.doctor.system import System
+from magi_attention.tools.launch import provenance, service, session
+from magi_attention.tools.launch.engines import k8s, slurm
+from magi_attention.tools.launch.plan import LaunchPlan
+from magi_attention.tools.launch.textfile import open_private
 
 PAIRWISE = ["-m", "magi_attention.benchmarking.collective"]
 _SHOWN = ("MAGI_", "NCCL_", "NVSHMEM_", "TORCH", "CUDA_", "NVIDIA_", "GLOO_", "OMP_", "LD_", "SLURM_", "PYTHONPATH")

@@ -68,7 +68,7 @@ def plan_for(mask, cp_size: int, args: argparse.Namespace, dispatch: str, query_
 
 def slider_settings(mask, plan, args: argparse.Namespace) -> list:
     """``plan`` and, less and less needed, the plans of other overlap degrees and of fewer ranks, for the page."""
-    from magi_attention.report.plan_data import Setting
+    from magi_attention.tools.report.plan_data import Setting
 
     degrees = [args.degree, *(degree for degree in SLIDER_DEGREES if degree != args.degree)]
     fewer = [2**i for i in reversed(range((args.cp - 1).bit_length()))]  # powers of two below --cp
@@ -87,7 +87,7 @@ def slider_settings(mask, plan, args: argparse.Namespace) -> list:
 def better_dispatch(mask, numbers: dict, args: argparse.Namespace) -> str | None:
     """A sentence if dispatch by locality would bring the busiest rank less, at a balance that is about as good."""
     from magi_attention.meta.explain import explain
-    from magi_attention.report.describe import readable_bytes
+    from magi_attention.tools.report.describe import readable_bytes
 
     other = explain(plan_for(mask, args.cp, args, "locality", args.query_moves))
     now, then = (max(found["rows_received"]) * found["row_bytes"] for found in (numbers, other))
@@ -218,7 +218,7 @@ def assume_heads(args: argparse.Namespace) -> str:
 
 def command_explain(args: argparse.Namespace) -> int:
     from magi_attention.meta.explain import explain
-    from magi_attention.report import describe
+    from magi_attention.tools.report import describe
 
     check_options(args)
     check_budget_options(args)
@@ -255,7 +255,7 @@ def command_explain(args: argparse.Namespace) -> int:
         if sentence:
             print(sentence)
     if out is not None:
-        from magi_attention.report.plan_page import plan_page
+        from magi_attention.tools.report.plan_page import plan_page
 
         lead = f"{mask.name} mask of {mask.total_q:,} tokens. {about_heads}"
         text = plan_page(slider_settings(mask, plan, args), lead)

@@ -15,10 +15,10 @@ from pathlib import Path
 
 from magi_attention.cli.common import UsageError, show_table
 from magi_attention.errors import LaunchError
-from magi_attention.launch import logs, service, session
-from magi_attention.launch.engines import engine_of
-from magi_attention.launch.plan import LaunchPlan, RenderedFile, Target
-from magi_attention.launch.spec import ENGINES, K8S_TEMPLATES, LaunchSpec, check_spec, read_spec, with_hosts
+from magi_attention.tools.launch import logs, service, session
+from magi_attention.tools.launch.engines import engine_of
+from magi_attention.tools.launch.plan import LaunchPlan, RenderedFile, Target
+from magi_attention.tools.launch.spec import ENGINES, K8S_TEMPLATES, LaunchSpec, check_spec, read_spec, with_hosts
 
 RENDERED = ("local", "docker", "ssh", "slurm", *K8S_TEMPLATES)
 # option -> field of the spec; in a dotted one the table comes first

@@ -11,7 +11,7 @@ import numpy as np
 
 from magi_attention.cli.common import UsageError, token_count
 from magi_attention.errors import MagiError
-from magi_attention.launch.textfile import read_text
+from magi_attention.tools.launch.textfile import read_text
 
 MASKS = ("causal", "full", "sliding-window", "block-causal", "prefix-lm")
 BLOCK = 1024  # default of --block

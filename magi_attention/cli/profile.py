@@ -11,7 +11,7 @@ from magi_attention.cli import launch
 from magi_attention.cli.common import UsageError, make_folder, need_matplotlib, show_table, source_file, token_count
 
 FOLDER = "runs/profile"
-MODULE = "magi_attention.profiling.record"
+MODULE = "magi_attention.tools.profiling.record"
 _EXAMPLE = {"ranks": None, "seq_len": 8192, "device": "auto", "degree": 1}  # options of the example, with defaults
 
 
@@ -103,7 +103,7 @@ def read(args: argparse.Namespace) -> int:
 
 def report(folder: Path, as_json: bool) -> int:
     """Writes the page and prints the table, or the summary."""
-    from magi_attention.profiling import page
+    from magi_attention.tools.profiling import page
 
     profiles = page.read_folder(folder)
     result = page.write_report(folder, profiles)

@@ -21,7 +21,7 @@ from magi_attention.cli.common import (
 )
 from magi_attention.cli.explain import plan_for
 from magi_attention.cli.masks import read_mask
-from magi_attention.launch.failure import LINE_PREFIX, FailureReport, describe_code, last_words
+from magi_attention.tools.launch.failure import LINE_PREFIX, FailureReport, describe_code, last_words
 
 
 def check_data(path: str | None) -> None:
@@ -114,7 +114,7 @@ def told_failure(phase: str, code: int, log: Path) -> list[str]:
 
 def finish_run(folder: Path, args: argparse.Namespace, ranks: int, started: float) -> int:
     """Writes the page and says how the run went."""
-    from magi_attention.report.run import LIMIT, read_run, write_page
+    from magi_attention.tools.report.run import LIMIT, read_run, write_page
 
     result = read_run(folder)
     fixed = {"degree": args.degree, "chunk_size": None, "plan_rates": None, "node_size": None}

@@ -39,7 +39,7 @@ def sizes(text: str) -> list[int]:
 
 
 def way_names(text: str) -> list[str]:
-    from magi_attention.simulate import WAYS
+    from magi_attention.tools.simulate import WAYS
 
     found = [word.strip().replace("_", " ") for word in text.split(",")]
     if unknown := [name for name in found if name not in WAYS]:
@@ -94,7 +94,7 @@ def mask_maker(args: argparse.Namespace):
 
 def cluster_of(args: argparse.Namespace):
     from magi_attention.config.rates import MachineRates
-    from magi_attention.simulate import Cluster
+    from magi_attention.tools.simulate import Cluster
 
     if args.rates and not Path(args.rates).is_file():
         raise UsageError(f"{args.rates} is no file; `magi tune --file {args.rates}` writes it.")
@@ -123,7 +123,7 @@ def origins(cluster) -> str:
 
 
 def command_simulate(args: argparse.Namespace) -> int:
-    from magi_attention.simulate import WAYS, sweep
+    from magi_attention.tools.simulate import WAYS, sweep
 
     if not 0 < args.goal < 1:
         raise UsageError(f"--goal is {args.goal:g}; give an efficiency between 0 and 1.")
@@ -152,7 +152,7 @@ def command_simulate(args: argparse.Namespace) -> int:
     for ranks in asked:
         show_size([found[ranks, way] for way in ways], cases[ranks])
     if out is not None:
-        from magi_attention.simulate.picture import draw
+        from magi_attention.tools.simulate.picture import draw
 
         title = f"{mask_of(args.node).name} mask, {args.tokens_per_gpu:,} tokens a GPU: a model, not a measurement"
         draw(out / "simulate.png", [found[n, way] for way in ways for n in every], title, args.goal)
@@ -173,7 +173,7 @@ def pictured(args: argparse.Namespace) -> Iterator[int]:
 
 def answer_of(case, estimates: list, mask_of, goal: float):
     """What the best of our ways needs for ``goal``; None if none of them was asked for."""
-    from magi_attention.simulate import OURS, answer
+    from magi_attention.tools.simulate import OURS, answer
 
     mine = [one for one in estimates if one.way in OURS and one.reason is None]
     return answer(max(mine, key=lambda one: one.efficiency).way, case, mask_of, goal) if mine else None
@@ -208,7 +208,7 @@ def progress_bar() -> Iterator[_Bar]:
 
 def show_size(estimates: list, case) -> None:
     head = ["way", "forward", "backward", "exposed", "TFLOP/s", "efficiency"]
-    from magi_attention.simulate.support import is_supported
+    from magi_attention.tools.simulate.support import is_supported
 
     rows, refusals, told = [head], [], set[str]()
     for one in estimates:

@@ -7,6 +7,8 @@ from typing import Any, Protocol
 
 import torch
 
+# First: threads that import this module and functional at once, each of which needs kernels, then do so in one order.
+import magi_attention.functional  # noqa: F401, I001
 from magi_attention.common.forward_meta import AttnForwardMeta
 from magi_attention.common.scalars import as_float
 from magi_attention.common.slices import SliceTable

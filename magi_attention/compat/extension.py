@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from magi_attention.common.enum import AttnMaskType
 from magi_attention.common.range import AttnRange
 from magi_attention.common.ranges import AttnRanges, check_valid_cu_seqlens, is_valid_cu_seqlens
-from magi_attention.common.rectangle import AttnRectangle
-from magi_attention.common.rectangles import AttnRectangles
+from magi_attention.compat.values.rectangle import AttnRectangle
+from magi_attention.compat.values.rectangles import AttnRectangles
 from magi_attention.errors import ContractError, UnsupportedError
 
 if TYPE_CHECKING:

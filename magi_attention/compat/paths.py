@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Published module paths and names, and the finder that resolves them.
+"""Published module paths and names, former paths, and the finder that resolves them.
 
 Paths below are relative to ``magi_attention``. ``MODULES`` gives a published path its module, which is then one module
-with two names. ``NAMES`` gives a module of ours names that it has in the published package alone. Both are looked up
-when a program asks; importing the package costs one entry of ``sys.meta_path``. Once ``magi_attention.api`` is
-imported, all paths that the published package imports with itself are in ``sys.modules``.
+with two names. ``FOLDERS`` does so for all modules of a folder that has moved. ``NAMES`` gives a module of ours names
+that it has in the published package alone. All are looked up when a program asks; importing the package costs one entry
+of ``sys.meta_path``. Once ``magi_attention.api`` is imported, all paths that the published package imports with itself
+are in ``sys.modules``.
 """
 
 from __future__ import annotations
@@ -35,7 +36,12 @@ MODULES: dict[str, str] = {
     "comm.primitive.grpcoll._group_collective": "comm.collectives.group",
     "comm.primitive.grpcoll._mgr": "compat.grpcoll",
     "comm.work": "comm.collectives.work",
+    "common.attn_mask": "compat.values.attn_mask",
+    "common.jit": "compat.values.jit",
+    "common.protocols": "compat.values.protocols",
     "common.range_op": "kernels.rows.ops",
+    "common.rectangle": "compat.values.rectangle",
+    "common.rectangles": "compat.values.rectangles",
     "dist_attn_runtime_mgr": "compat.runtime_mgr",
     "functional.dispatch": "compat.dispatch",
     "functional.fa4": "compat.fa4",
@@ -62,28 +68,54 @@ MODULES: dict[str, str] = {
     "meta.solver.dist_attn_solver": "meta.metas",
     "meta.solver.dynamic_attn_solver": "compat.dynamic.solver",
     "meta.solver.dynamic_solver_vis": "compat.dynamic.pictures",
+    "testing.dist_common": "compat.testing.dist_common",
+    "testing.envvars": "compat.testing.envvars",
+    "testing.flag_generator": "compat.testing.flag_generator",
+    "testing.gt_dispatcher": "compat.testing.gt_dispatcher",
+    "testing.params": "compat.testing.params",
+    "testing.ref_attn": "compat.testing.ref_attn",
     "testing.utils": "compat.testing",
-    "utils._utils": "utils",
-    "utils.dtype": "utils.dtypes",
+    "utils._utils": "compat.utils",
+    "utils.cost": "compat.utils.cost",
+    "utils.debug": "compat.utils.debug",
+    "utils.device": "compat.utils.device",
+    "utils.dist": "compat.utils.dist",
+    "utils.dtype": "compat.utils.dtypes",
+    "utils.dtypes": "compat.utils.dtypes",
+    "utils.matrix": "compat.utils.matrix",
     "utils.metaclass": "compat.names",
+    "utils.sequences": "compat.utils.sequences",
     "utils.sparse_utils": "compat.sparse_utils",
+}
+
+# former path of a folder -> where it is
+FOLDERS: dict[str, str] = {
+    "doctor": "tools.doctor",
+    "launch": "tools.launch",
+    "profiling": "tools.profiling",
+    "report": "tools.report",
+    "simulate": "tools.simulate",
 }
 
 # The published package imports all other paths of the table with itself; here the import of api does.
 LATE = (
-    "benchmarking.image_grid benchmarking.utils meta.solver.dynamic_solver_vis testing.utils utils.dtype"
+    "benchmarking.image_grid benchmarking.utils common.protocols meta.solver.dynamic_solver_vis "
+    "testing.dist_common testing.envvars testing.flag_generator testing.gt_dispatcher testing.params testing.ref_attn "
+    "testing.utils utils.dtype"
 ).split()  # fmt: skip
 
 # module -> where its names are -> these names
 NAMES: dict[str, dict[str, str]] = {
-    "api.magi_attn_interface": {"api.legacy": "magi_attn_flex_dispatch magi_attn_varlen_dispatch"},
+    "api": {"compat.legacy": "magi_attn_flex_dispatch magi_attn_varlen_dispatch"},
+    "api.magi_attn_interface": {"compat.legacy": "magi_attn_flex_dispatch magi_attn_varlen_dispatch"},
     "benchmarking.bench": {
         "benchmarking.report": "Benchmark Mark perf_report report_all_from_perf",
         "compat.names": "maybe_dist_sync nvml_context",
     },
     "comm.collectives.work": {"compat.names": "GeneralWorkItem"},
+    "common": {"compat.values": "AttnMask AttnRectangle AttnRectangles jit"},
     "common.enum": {"compat.names": "OutMaybeWithLSE"},
-    "common.mask": {"common.attn_mask": "AttnMask"},
+    "common.mask": {"compat.values": "AttnMask"},
     "functional": {
         "compat.dispatch": "dispatch_func undispatch_func roll_func roll_simple_func",
         "compat.dist_attn": "dist_attn_func",
@@ -99,20 +131,35 @@ NAMES: dict[str, dict[str, str]] = {
     "meta.container": {"compat.names": "HostRankEntry RemoteRankEntry"},
     "testing": {
         "compat.testing": "RUN_IN_MP",
+        "compat.testing.dist_common": "DistTestBase with_comms with_run_in_mp",
+        "compat.testing.envvars": "should_run_attn_config should_run_test_case should_run_world_size "
+        "skip_if_world_size_filtered switch_envvar_context switch_envvar_decorator switch_envvars",
+        "compat.testing.flag_generator": "FlagCombGenerator",
+        "compat.testing.gt_dispatcher": "GroundTruthDispatcher",
+        "compat.testing.params": "parameterize",
+        "compat.testing.ref_attn": "ref_attn_func",
+        "compat.utils.sequences": "str2seed",
         "testing.precision": "assert_close",
-        "utils.sequences": "str2seed",
     },
-    "testing.dist_common": {
-        "compat.testing": "NAME SKIP_WORLD_SIZE PROFILE_ONLY INTERFACE TEST_ATTN_CONFIG TEST_WORLD_SIZE RUN_IN_MP "
-        "DEVICE_TYPE PG_DEFAULT_BACKEND NUM_DEVICES",
-        "testing.envvars": "should_run_attn_config should_run_test_case should_run_world_size "
-        "skip_if_world_size_filtered",
+    "utils": {
+        "compat.utils": "argmax argmin argsort ceil_div clearup_dist_env cu_seqlens2seqlens find_factors_in_range "
+        "flatten_nested_list fp_dtype_bits get_a2a_corr_factor get_calc_cost_factor get_comm_cost_factor "
+        "get_factors get_num_sms is_ampere is_blackwell is_fp_dtype_at_least is_hopper is_list_type_all "
+        "is_list_value_all is_list_value_any is_same_device_mesh is_same_process_group "
+        "make_attn_mask_from_ffa_args make_slice_mask_from_ffa_attn_type max_fp_dtype missing_dependency "
+        "pad_and_pack_tensors perm_idxs2unperm_idxs repr_matrix rprint_rank seqlens2cu_seqlens "
+        "set_random_seed setup_dist_env str2seed sync_rng to_higher_fp_dtype to_triton_dtype transpose_matrix "
+        "vis_attn_mask vis_cute_layout vis_matrix wrap_to_list write_rank",
+        "compat.utils.debug": "debugpy_listen",
     },
-    "testing.flag_generator": {"compat.testing": "FlagCombStrategy"},
-    "testing.ref_attn": {"compat.testing": "_calc_attn_lse"},
-    "utils": {"utils.debug": "debugpy_listen"},
     "utils.nvtx": {"compat.names": "nvtx_range_push nvtx_range_pop"},
 }
+
+
+def _home(name: str) -> str | None:
+    """Where the module of a published or former path is; None: ``name`` is no such path."""
+    folder, dot, rest = name.partition(".")
+    return f"{FOLDERS[folder]}{dot}{rest}" if folder in FOLDERS else MODULES.get(name)
 
 
 def _has_children(name: str) -> bool:
@@ -123,7 +170,7 @@ class _AliasLoader(Loader):
     """Gives the published path the module that is at home elsewhere."""
 
     def __init__(self, path: str) -> None:
-        self.path, self.home = path, f"{_PACKAGE}.{MODULES[path]}"
+        self.path, self.home = path, f"{_PACKAGE}.{_home(path)}"
         self._spec: ModuleSpec | None = None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
@@ -169,7 +216,13 @@ class _NamesLoader(Loader):
 
 
 def _publish(module: ModuleType, path: str) -> None:
-    """Gives ``module`` a ``__getattr__`` that knows, besides its own names, those that it has under ``path``."""
+    """Gives ``module`` a ``__getattr__`` that knows, besides its own names, those that it has under ``path``.
+
+    They are in its ``__all__``, too.
+    """
+    if "__all__" in module.__dict__:  # for `from a.b import *`
+        words = " ".join(NAMES.get(path, {}).values()).split()
+        module.__all__ = list(dict.fromkeys((*module.__all__, *words)))  # type: ignore[attr-defined]
     own = module.__dict__.get("__getattr__")
     if hasattr(own, "paths"):  # it has more than one path, or is loaded again
         if path not in own.paths:
@@ -179,13 +232,13 @@ def _publish(module: ModuleType, path: str) -> None:
 
     def __getattr__(attribute: str) -> Any:
         for known in paths:
+            if f"{known}.{attribute}" in MODULES or f"{known}.{attribute}" in NAMES:
+                return import_module(f"{_PACKAGE}.{known}.{attribute}")
             for home, words in NAMES.get(known, {}).items():
                 if attribute in words.split():
                     value = getattr(import_module(f"{_PACKAGE}.{home}"), attribute)
                     setattr(module, attribute, value)
                     return value
-            if f"{known}.{attribute}" in MODULES or f"{known}.{attribute}" in NAMES:
-                return import_module(f"{_PACKAGE}.{known}.{attribute}")
         if own is not None:
             return own(attribute)
         raise AttributeError(f"module {module.__name__!r} has no attribute {attribute!r}")
@@ -205,6 +258,12 @@ class PublishedPaths(MetaPathFinder):
         name = fullname[len(_PACKAGE) + 1 :]
         if name in MODULES:
             return ModuleSpec(fullname, _AliasLoader(name), is_package=_has_children(name))
+        if (home := _home(name)) is not None:
+            there = find_spec(f"{_PACKAGE}.{home}")
+            if there is None:
+                return None
+            is_package = there.submodule_search_locations is not None
+            return ModuleSpec(fullname, _AliasLoader(name), origin=there.origin, is_package=is_package)
         if name == "api" or name in NAMES or _has_children(name):
             spec = PathFinder.find_spec(fullname, path, target)
             if spec is not None and spec.loader is not None:

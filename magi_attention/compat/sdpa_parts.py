@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 
 from magi_attention.compat.softmax import safe_lse, safe_softmax, softmax_bwd
+from magi_attention.compat.utils.dtypes import to_higher_fp_dtype
 from magi_attention.errors import ContractError
-from magi_attention.utils.dtypes import to_higher_fp_dtype
 
 Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 

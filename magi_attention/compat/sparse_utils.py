@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import torch
 
+from magi_attention.compat.utils.device import default_device
 from magi_attention.errors import ContractError
-from magi_attention.utils.device import default_device
 
 Device = torch.device | str | None
 Ranges = tuple[torch.Tensor, torch.Tensor]

@@ -129,7 +129,7 @@ def gin_job(csrc: Path) -> Job:
     """The same transfers over NCCL's device API. NCCL is not linked in: the one that torch loads is used."""
     nvcc, nccl = str(toolchain.require_nvcc()), toolchain.require_nccl()
     target, code, plain = _exchange_flags()
-    sources = _exchange_sources(csrc, "gin.cu")
+    sources = _exchange_sources(csrc, "gin")
     link = [nvcc, "-shared", "-cudart", "static", *code]
     link += [word for flag in toolchain.strip_flags() for word in ("-Xlinker", flag)]
     compile_command = [nvcc, *plain, *code, *_without_paths(csrc, nccl=nccl), "-DMAGI_COMM_GIN"]
@@ -153,14 +153,15 @@ def _without_paths(csrc: Path, **packages: Path) -> list[str]:
 
 def _exchange_sources(csrc: Path, network: str) -> list[Path]:
     comm = csrc / "comm"
-    return [csrc / "ffa" / "common" / "host.cu", comm / network, *sorted(comm.glob("exchange_*.cu"))]
+    parts = (comm / "networks" / network, comm / "exchange")
+    return [csrc / "ffa" / "common" / "host.cu", *(path for part in parts for path in sorted(part.glob("*.cu")))]
 
 
 def comm_job(csrc: Path) -> Job:
     """The transfers over NVSHMEM, for the GPUs that run attention beside them."""
     nvcc, nvshmem = str(toolchain.require_nvcc()), toolchain.require_nvshmem()
     target, code, plain = _exchange_flags()
-    sources = _exchange_sources(csrc, "nvshmem.cu")
+    sources = _exchange_sources(csrc, "nvshmem")
     # -rdc: the device half of NVSHMEM is a library of device code, so here device code is linked.
     link = [nvcc, "-shared", "-cudart", "static", *code]
     link += [word for flag in toolchain.strip_flags() for word in ("-Xlinker", flag)]

@@ -24,7 +24,7 @@ LIB = PACKAGE / "lib"
 PLANNER, HOST, COMM, GIN = "planner", "host", "comm", "gin"
 FFA_SM90 = families.SM90.library
 HOST_MODULE = "_magi_host"
-_LEAST_NCCL = (2, 30)  # csrc/comm/gin.cu does not compile with 2.28, and 2.29 was not tried
+_LEAST_NCCL = (2, 30)  # csrc/comm/networks/gin/gin.cu does not compile with 2.28, and 2.29 was not tried
 _BYTES_PER_JOB = 5 * 2**29  # 2.5 GiB: cicc and ptxas on the largest variant, with room
 
 

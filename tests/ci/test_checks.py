@@ -67,6 +67,20 @@ def test_sizes_of_this_repository():
             },
             "'magi_attention.functional.old' is a published path",
         ),
+        ({"kernels__a": "import magi_attention.tools.x.b", "tools__x__b": ""}, "'kernels' may not import 'tools.x'"),
+        (
+            {"api__a": "import magi_attention.tools.report.plan_page", "tools__report__plan_page": ""},
+            "inside a function only",
+        ),
+        (
+            {"tools__launch__a": "import magi_attention.tools.doctor.b", "tools__doctor__b": ""},
+            "'tools.launch' may not import 'tools.doctor'",
+        ),
+        ({"tools__simulate__a": "import torch"}, "imports torch outside a function"),
+        (
+            {"cli__a": "import magi_attention.old.x", "compat__paths": "FOLDERS: dict = {'old': 'tools.old'}"},
+            "'magi_attention.old.x' is a published path",
+        ),
         ({"new__a": "from magi_attention.common import b", "common__b": ""}, "has no row"),
         (
             {
@@ -90,6 +104,8 @@ def test_what_layers_allow(tmp_path):
         meta__a="def f():\n    import torch\n    return torch",
         meta__b="from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch",
         env__registry="import os\nx = os.environ.get('MAGI_ATTENTION_X')",
+        api__b="def f():\n    from magi_attention.tools.report import plan_page",
+        tools__report__plan_page="",
         functional__b="from magi_attention.meta.a import f\nimport torch",
         old="# compatibility alias\nfrom magi_attention.functional.b import f",
         compat__paths="from magi_attention.functional.b import f",

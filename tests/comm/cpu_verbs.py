@@ -20,14 +20,11 @@ from magi_attention.comm.exchange.verbs import FACTORY
 from magi_attention.testing.libraries import compiled_or_skip, csrc_or_skip
 
 SOURCE = Path(__file__).with_name("nvshmem_on_cpu.cpp")
-HERE = (
-    *("comm/exchange_verbs.cuh", "comm/nvshmem_verbs.cuh"),
+HEADERS = (
+    *("comm/exchange/verbs.cuh", "comm/networks/nvshmem/verbs.cuh"),
     *("comm/symm/accumulate.cuh", "comm/symm/signal.cuh"),
 )
-KERNELS = (
-    *("exchange_put.cu", "exchange_relay.cu", "exchange_wait.cu", "exchange_sum.cu", "exchange_end.cu"),
-    *("exchange_verbs.cuh", "nvshmem_verbs.cuh"),
-)
+KERNELS = tuple(f"comm/exchange/{name}.cu" for name in ("put", "relay", "wait", "sum", "end"))
 NETWORKS = itertools.count()  # the library knows them by number
 
 
@@ -35,7 +32,7 @@ def for_the_cpu(text: str) -> str:
     """Without launchers and headers of CUDA and NVSHMEM: what those do is in ``nvshmem_on_cpu.cpp``."""
     text = re.split(r'extern "C"', text)[0]
     return re.sub(
-        r'#include [<"]([^>"]+)[>"]\n', lambda m: m[0] if m[1] in HERE or m[1].startswith("magi/") else "", text
+        r'#include [<"]([^>"]+)[>"]\n', lambda m: m[0] if m[1] in HEADERS or m[1].startswith("magi/") else "", text
     )
 
 
@@ -44,9 +41,9 @@ def compiled(folder: Path) -> str:
     csrc, folder = csrc_or_skip(), folder / "exchange"
 
     def write_sources() -> None:
-        (folder / "comm" / "symm").mkdir(parents=True)
-        for name in (*KERNELS, "symm/accumulate.cuh", "symm/signal.cuh"):
-            (folder / "comm" / name).write_text(for_the_cpu((csrc / "comm" / name).read_text()))
+        for name in (*KERNELS, *HEADERS):
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text(for_the_cpu((csrc / name).read_text()))
 
     flags = ("-O1", "-std=c++20", "-pthread", "-Wno-unknown-pragmas", "-Wno-unused-function")
     return compiled_or_skip(folder, [SOURCE], [folder, csrc / "include"], *flags, prepare=write_sources)._name

@@ -180,11 +180,11 @@ inline uint32_t milliseconds() {
 inline void start_next_kernel() {}
 }  // namespace magi
 
-#include "comm/exchange_put.cu"
-#include "comm/exchange_relay.cu"
-#include "comm/exchange_wait.cu"
-#include "comm/exchange_sum.cu"
-#include "comm/exchange_end.cu"
+#include "comm/exchange/put.cu"
+#include "comm/exchange/relay.cu"
+#include "comm/exchange/wait.cu"
+#include "comm/exchange/sum.cu"
+#include "comm/exchange/end.cu"
 
 extern "C" {
 void network(int id, int world, char** arenas, uint32_t seed, uint32_t slow_us) {

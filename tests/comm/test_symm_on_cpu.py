@@ -47,8 +47,6 @@ def library(compile_folder):
     def write_sources() -> None:
         (folder / "comm" / "symm").mkdir(parents=True)
         for file in sorted((csrc / "comm" / "symm").glob("*.cu*")):
-            if file.name == "system_words.cuh":  # nothing but PTX
-                continue
             (folder / "comm" / "symm" / file.name).write_text(for_the_cpu(file.read_text()))
 
     flags = ("-O1", "-pthread", "-Wno-unknown-pragmas", "-Wno-unused-function")

@@ -32,6 +32,43 @@ def test_a_published_path_is_the_module_that_is_at_home_elsewhere(path) -> None:
     assert space["a"] is space["b"] is space["c"] is module
 
 
+def _moved(folder: str) -> list[str]:
+    """Former paths of a folder and all that is in it."""
+    home = ROOT / "magi_attention" / paths.FOLDERS[folder].replace(".", "/")
+    files = (file.relative_to(home).with_suffix("").parts for file in sorted(home.rglob("*.py")))
+    return [".".join((folder, *parts[: -1 if parts[-1] == "__init__" else None])) for parts in files]
+
+
+@pytest.mark.parametrize("path", [path for folder in paths.FOLDERS for path in _moved(folder)])
+def test_a_former_path_is_the_module_where_it_is_now(path) -> None:
+    folder, dot, rest = path.partition(".")
+    name, home = f"magi_attention.{path}", f"magi_attention.{paths.FOLDERS[folder]}{dot}{rest}"
+    module = importlib.import_module(name)
+    assert module is importlib.import_module(home) is sys.modules[name] and module.__spec__.name == home
+    parent, _, last = name.rpartition(".")
+    space: dict = {}
+    exec(f"import {name} as a\nfrom {parent} import {last} as b\nimport {name}\nc = {name}", space)
+    assert space["a"] is space["b"] is space["c"] is module
+
+
+def test_what_a_moved_folder_lacks_is_not_found() -> None:
+    with pytest.raises(ModuleNotFoundError, match="magi_attention.launch.no_such_module"):
+        importlib.import_module("magi_attention.launch.no_such_module")
+    assert importlib.util.find_spec("magi_attention.simulate.no_such_module") is None
+
+
+def test_python_m_of_a_former_path() -> None:
+    """The program sees the file it is in, as under its own path: a launcher starts it from a folder of its own."""
+    said = []
+    for module in ("magi_attention.launch.node", "magi_attention.tools.launch.node"):
+        code = f"import runpy, sys; sys.argv[1:] = []; print(runpy.run_module({module!r})['__file__'])"
+        for command in (["-c", code], ["-m", module, "--help"]):
+            done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=600)
+            assert done.returncode == 0, done.stderr
+            said.append(done.stdout)
+    assert said[:2] == said[2:] and said[0].strip().endswith("tools/launch/node.py")
+
+
 @pytest.mark.parametrize("module", paths.NAMES)
 def test_published_names_of_modules_of_ours(module) -> None:
     ours = importlib.import_module(f"magi_attention.{module}")
@@ -45,7 +82,7 @@ def test_published_names_of_modules_of_ours(module) -> None:
 
 
 def test_tables_name_what_exists_once() -> None:
-    for path in paths.MODULES:
+    for path in (*paths.MODULES, *paths.FOLDERS):
         file = ROOT / "magi_attention" / path.replace(".", "/")
         assert not file.with_suffix(".py").exists() and not (file / "__init__.py").exists(), f"{path} has a file, too"
     for module, homes in paths.NAMES.items():
@@ -157,3 +194,14 @@ def test_other_packages_are_none_of_its_business() -> None:
         assert finder.find_spec(name) is None
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("magi_attention.functional.no_such_module")
+
+
+def test_a_star_import_brings_published_names() -> None:
+    space: dict = {}
+    exec("from magi_attention.common import *", space)
+    exec("from magi_attention.api import *", space)
+    assert space["AttnRectangle"].__name__ == "AttnRectangle" and space["magi_attn_flex_dispatch"].__doc__
+    common = importlib.import_module("magi_attention.common")
+    for _ in range(2):
+        common = importlib.reload(common)
+        assert len(set(common.__all__)) == len(common.__all__) and {"AttnMask", "AttnRange"} <= set(common.__all__)

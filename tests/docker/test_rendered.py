@@ -14,9 +14,9 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
-from magi_attention.launch.engines.node_command import DOCTOR, container_flags
-from magi_attention.launch.spec import Container
 from magi_attention.testing.waiting import DEADLINE_S
+from magi_attention.tools.launch.engines.node_command import DOCTOR, container_flags
+from magi_attention.tools.launch.spec import Container
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCKER = ROOT / "docker"

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from magi_attention.doctor import gpu_checks, group_checks, host_checks, library_checks, registry
-from magi_attention.doctor.finding import ERROR, OK, SKIPPED, WARNING
-from magi_attention.doctor.system import UNLIMITED, System, parse_gpus
+from magi_attention.tools.doctor import gpu_checks, group_checks, host_checks, library_checks, registry
+from magi_attention.tools.doctor.finding import ERROR, OK, SKIPPED, WARNING
+from magi_attention.tools.doctor.system import UNLIMITED, System, parse_gpus
 from magi_attention.version import __version__
 
 SMI = "{index}, NVIDIA H100 80GB HBM3, {cap}, {driver}, {mig}, {persistence}, {ecc}, {throttle}\n"

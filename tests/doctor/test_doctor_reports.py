@@ -14,10 +14,10 @@ import pytest
 
 from magi_attention.cli import main
 from magi_attention.cli.doctor import choose_ranks
-from magi_attention.doctor import finding, group_checks, registry
-from magi_attention.doctor.finding import ERROR, OK, SKIPPED, WARNING, Finding
-from magi_attention.doctor.system import System
 from magi_attention.testing.waiting import DEADLINE_S
+from magi_attention.tools.doctor import finding, group_checks, registry
+from magi_attention.tools.doctor.finding import ERROR, OK, SKIPPED, WARNING, Finding
+from magi_attention.tools.doctor.system import System
 
 GOOD, BAD = Finding("a", OK, "fine"), Finding("c", ERROR, "broken", "mend it")
 SOSO, PASSED = Finding("b", WARNING, "slow", "speed up"), Finding("d", SKIPPED, "no GPU")

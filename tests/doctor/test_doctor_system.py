@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from magi_attention.doctor import gpu_checks, library_checks
-from magi_attention.doctor.finding import ERROR
-from magi_attention.doctor.system import System
 from magi_attention.native import install, loader, toolchain, wheels
 from magi_attention.testing.waiting import DEADLINE_S
+from magi_attention.tools.doctor import gpu_checks, library_checks
+from magi_attention.tools.doctor.finding import ERROR
+from magi_attention.tools.doctor.system import System
 
 ROOT = Path(__file__).resolve().parents[2]
 

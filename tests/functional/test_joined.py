@@ -16,9 +16,9 @@ from magi_attention.functional.dist_attn import dist_attn
 from magi_attention.functional.joined import are_on_one_host, is_joined_faster
 from magi_attention.functional.runtime import AttnRuntime
 from magi_attention.kernels.registry import default_registry
-from magi_attention.simulate import Case, Cluster
-from magi_attention.simulate.ours import waits_for_stage
 from magi_attention.testing.masks import random_slices
+from magi_attention.tools.simulate import Case, Cluster
+from magi_attention.tools.simulate.ours import waits_for_stage
 
 
 def tensors(tokens: int, heads: tuple[int, int] = (64, 8), device: str = "meta") -> tuple[torch.Tensor, ...]:

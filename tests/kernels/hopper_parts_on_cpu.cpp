@@ -2,9 +2,9 @@
 // Small kernels for the CPU that show that hopper_on_cpu does what it says.
 #include "ffa/common/host.cu"
 #include "ffa/common/scores.cuh"
-#include "ffa/common/ptx/shared.cuh"
-#include "ffa/sm90/async_copy.cuh"
-#include "ffa/sm90/tma.cuh"
+#include "device/shared.cuh"
+#include "device/async_copy.cuh"
+#include "device/tma.cuh"
 #include "ffa/sm90/wgmma.cuh"
 
 namespace magi {

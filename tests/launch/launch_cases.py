@@ -14,10 +14,10 @@ GOLDEN = Path(__file__).resolve().parent / "golden"
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
 
-from magi_attention.launch.engines import engine_of  # noqa: E402
-from magi_attention.launch.plan import LaunchPlan, Target  # noqa: E402
-from magi_attention.launch.spec import LaunchSpec, check_spec  # noqa: E402
-from magi_attention.launch.toml import build  # noqa: E402
+from magi_attention.tools.launch.engines import engine_of  # noqa: E402
+from magi_attention.tools.launch.plan import LaunchPlan, Target  # noqa: E402
+from magi_attention.tools.launch.spec import LaunchSpec, check_spec  # noqa: E402
+from magi_attention.tools.launch.toml import build  # noqa: E402
 
 TARGET = Target("s1", "001", "s1-001-abcdef", "/home/me/.magi/sessions/s1/runs/001", "~/.magi/sessions/s1/runs/001")
 IMAGE = "registry.example/team/magi@sha256:" + "0" * 64

@@ -12,9 +12,9 @@ from launching import SCRIPT, processes_of
 
 from magi_attention.cli.run import told_failure
 from magi_attention.errors import LaunchError
-from magi_attention.launch import node, service
-from magi_attention.launch.failure import FailureReport, last_words
-from magi_attention.launch.spec import LaunchSpec
+from magi_attention.tools.launch import node, service
+from magi_attention.tools.launch.failure import FailureReport, last_words
+from magi_attention.tools.launch.spec import LaunchSpec
 
 FAILING = """
 import os, sys

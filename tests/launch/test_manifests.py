@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from launch_cases import CASES, TARGET, spec_of
 
-from magi_attention.launch.engines import k8s
+from magi_attention.tools.launch.engines import k8s
 
 NAMES = [name for name, case in CASES.items() if case["engine"] == "k8s"]
 VARIABLES = {"API_KEY": "s3cr3ts3cr3t", "NCCL_DEBUG": "INFO"}

@@ -12,10 +12,10 @@ import pytest
 from launching import ROOT, SCRIPT
 
 from magi_attention.errors import LaunchError
-from magi_attention.launch import node, processes, rollcall
-from magi_attention.launch.rollcall import NodeFacts
-from magi_attention.launch.service import free_port
 from magi_attention.testing.waiting import DEADLINE_S
+from magi_attention.tools.launch import node, processes, rollcall
+from magi_attention.tools.launch.rollcall import NodeFacts
+from magi_attention.tools.launch.service import free_port
 
 VERSIONS = {"magi_attention": "1", "torch": "2"}
 
@@ -130,8 +130,8 @@ def test_no_room_for_logs(tmp_path, monkeypatch):
 
 def test_the_runner_stops_when_its_input_ends(tmp_path):
     """While the nodes still meet, too: nothing may wait for a launcher that is gone."""
-    argv = [sys.executable, "-m", "magi_attention.launch.node", "--run-id", "alone", "--nodes", "2", "--watch-stdin"]
-    argv += ["--master-addr", "127.0.0.1", "--master-port", str(free_port()), "--", SCRIPT]
+    argv = [sys.executable, "-m", "magi_attention.tools.launch.node", "--run-id", "alone", "--nodes", "2"]
+    argv += ["--watch-stdin", "--master-addr", "127.0.0.1", "--master-port", str(free_port()), "--", SCRIPT]
     runner = subprocess.Popen(argv, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert "host" not in runner.stdout.readline()[:4]
     assert runner.poll() is None

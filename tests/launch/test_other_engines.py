@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from launching import ROOT, SCRIPT, stand_in, wait_for_end
 
-from magi_attention.launch.service import free_port
 from magi_attention.testing.waiting import wait_until
+from magi_attention.tools.launch.service import free_port
 
 # ---- ssh ------------------------------------------------------------------------------------------------
 

@@ -12,8 +12,8 @@ import subprocess
 import pytest
 from launch_cases import CASES, GOLDEN, TARGET, rendered, spec_of
 
-from magi_attention.launch.engines import docker, k8s, local, slurm
-from magi_attention.launch.node import parser
+from magi_attention.tools.launch.engines import docker, k8s, local, slurm
+from magi_attention.tools.launch.node import parser
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -27,7 +27,7 @@ def test_no_golden_file_is_left_over():
 
 
 def runner_words(argv):
-    return list(argv)[list(argv).index("magi_attention.launch.node") + 1 :]
+    return list(argv)[list(argv).index("magi_attention.tools.launch.node") + 1 :]
 
 
 @pytest.mark.parametrize("name", ["local", "docker", "docker-cpu", "docker-gpus"])

@@ -14,8 +14,8 @@ import pytest
 from launch_cases import CASES, TARGET, spec_of
 
 from magi_attention.errors import LaunchError
-from magi_attention.launch.engines import docker, engine_of, k8s, slurm, ssh
-from magi_attention.launch.spec import Container, K8s, LaunchSpec, Slurm, Ssh, check_spec
+from magi_attention.tools.launch.engines import docker, engine_of, k8s, slurm, ssh
+from magi_attention.tools.launch.spec import Container, K8s, LaunchSpec, Slurm, Ssh, check_spec
 
 ODD = "a Z09'\"\\$(){}[]<>|&;*?!#~`%@^=+,:\t-/\n$$@HEAD@äß"
 RECORDER = '#!/bin/sh\nprintf \'%s\\0\' "$@" > "$RECORD"; env -0 > "$RECORD.env"\n'
@@ -46,7 +46,7 @@ def program(folder, name: str, text: str = RECORDER) -> None:
 
 
 def behind_dashes(words: list[str]) -> list[str]:
-    return words[words.index("--", words.index("magi_attention.launch.node")) + 1 :]
+    return words[words.index("--", words.index("magi_attention.tools.launch.node")) + 1 :]
 
 
 @pytest.mark.parametrize("text", ["my home", "it's", "a$(touch pwned)b", "50%", 'a"b', "x\\y", "#1", ""])

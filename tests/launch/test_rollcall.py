@@ -11,10 +11,10 @@ import threading
 import pytest
 
 from magi_attention.errors import LaunchError
-from magi_attention.launch import rollcall
-from magi_attention.launch.rollcall import NodeFacts
-from magi_attention.launch.service import free_port
 from magi_attention.testing.waiting import DEADLINE_S, wait_until
+from magi_attention.tools.launch import rollcall
+from magi_attention.tools.launch.rollcall import NodeFacts
+from magi_attention.tools.launch.service import free_port
 
 TOKEN = "0123456789abcdef"
 

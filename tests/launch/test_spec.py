@@ -10,8 +10,8 @@ import pytest
 from launching import ROOT
 
 from magi_attention.errors import LaunchError
-from magi_attention.launch.spec import LaunchSpec, check_name, check_spec, read_spec
-from magi_attention.launch.toml import build
+from magi_attention.tools.launch.spec import LaunchSpec, check_name, check_spec, read_spec
+from magi_attention.tools.launch.toml import build
 
 GOOD = """
 engine = "ssh"

@@ -9,12 +9,12 @@ import sys
 import pytest
 
 from magi_attention.errors import LaunchError
-from magi_attention.launch import supervise
-from magi_attention.launch.logs import lines_of, make_selection, read_lines, select
-from magi_attention.launch.plan import LaunchPlan, RenderedFile, Step
-from magi_attention.launch.spec import LaunchSpec
-from magi_attention.launch.supervise import Supervisor, run_steps, write_files
 from magi_attention.testing.waiting import DEADLINE_S
+from magi_attention.tools.launch import supervise
+from magi_attention.tools.launch.logs import lines_of, make_selection, read_lines, select
+from magi_attention.tools.launch.plan import LaunchPlan, RenderedFile, Step
+from magi_attention.tools.launch.spec import LaunchSpec
+from magi_attention.tools.launch.supervise import Supervisor, run_steps, write_files
 
 REPORT = """
 Failures:

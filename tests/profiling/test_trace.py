@@ -12,7 +12,7 @@ from make_gpu_trace import FILE, trace
 
 from magi_attention.cli import main
 from magi_attention.errors import ContractError
-from magi_attention.profiling.trace import profiles_of, read_trace, summary_of
+from magi_attention.tools.profiling.trace import profiles_of, read_trace, summary_of
 
 NAMES = {
     "compute": ("gemm", "void ffa_fwd<A>(P)", "free_rows"),

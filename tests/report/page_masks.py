@@ -6,8 +6,8 @@ from __future__ import annotations
 import numpy as np
 
 from magi_attention.api import DispatchConfig, DistAttnConfig, Mask, OverlapConfig, make_plan
-from magi_attention.report.plan_data import Setting
 from magi_attention.testing.masks import random_slices
+from magi_attention.tools.report.plan_data import Setting
 
 
 def random_mask(seed: int, most: int = 160) -> Mask:

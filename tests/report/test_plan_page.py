@@ -17,9 +17,9 @@ from magi_attention.api import Mask, make_plan
 from magi_attention.cli import main
 from magi_attention.common.slices import areas, to_dense
 from magi_attention.meta.cost import stage_areas
-from magi_attention.report.plan_data import Setting, page_data
-from magi_attention.report.plan_page import MOST_BYTES, MOST_NOTEBOOK_BYTES, notebook_view, plan_page
 from magi_attention.testing.libraries import planner_or_skip
+from magi_attention.tools.report.plan_data import Setting, page_data
+from magi_attention.tools.report.plan_page import MOST_BYTES, MOST_NOTEBOOK_BYTES, notebook_view, plan_page
 
 CODE_BYTES = 60_000  # of styles and scripts, at most
 
@@ -163,5 +163,5 @@ def test_a_page_in_a_notebook_is_small_for_any_plan():
 
 
 def test_the_page_needs_neither_torch_nor_matplotlib():
-    code = "import sys, magi_attention.report.plan_page; print({'torch', 'matplotlib'} & set(sys.modules))"
+    code = "import sys, magi_attention.tools.report.plan_page; print({'torch', 'matplotlib'} & set(sys.modules))"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "set()"

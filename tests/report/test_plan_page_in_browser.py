@@ -15,8 +15,8 @@ from page_masks import random_mask, settings_of
 from magi_attention.api import Mask
 from magi_attention.common.intervals import Packing
 from magi_attention.common.slices import to_dense
-from magi_attention.report.plan_page import plan_page
 from magi_attention.testing.libraries import planner_or_skip
+from magi_attention.tools.report.plan_page import plan_page
 
 pytestmark = needs_browser
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from magi_attention.common.slices import to_dense
-from magi_attention.report.raster import coverage
+from magi_attention.tools.report.raster import coverage
 
 
 def random_slices(rng: np.random.Generator, count: int, total: int) -> np.ndarray:

@@ -10,8 +10,8 @@ import pytest
 from page_browser import ask, needs_browser
 
 from magi_attention.api import Mask, make_plan
-from magi_attention.report.colours import rank_colour
-from magi_attention.report.run import measured_times, read_run, write_page
+from magi_attention.tools.report.colours import rank_colour
+from magi_attention.tools.report.run import measured_times, read_run, write_page
 
 HEADS = dict(num_heads_q=4, num_heads_kv=2, head_dim=16)
 PARALLEL = {

@@ -13,10 +13,10 @@ from magi_attention.common.two_level.traffic import direct_rows, two_level_rows
 from magi_attention.config import DispatchConfig, DistAttnConfig, OverlapConfig
 from magi_attention.errors import UnsupportedError
 from magi_attention.meta.planner import build_plan
-from magi_attention.simulate.spread import spread
-from magi_attention.simulate.traffic import work_of
 from magi_attention.testing.libraries import planner_or_skip
 from magi_attention.testing.masks import random_slices
+from magi_attention.tools.simulate.spread import spread
+from magi_attention.tools.simulate.traffic import work_of
 
 TOTAL, CHUNK = 96, 8
 

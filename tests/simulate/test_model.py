@@ -13,13 +13,13 @@ import pytest
 from magi_attention.common.mask import Mask
 from magi_attention.config.rates import BACKWARD_FLOPS, FORWARD_FLOPS, KernelRate, MachineRates
 from magi_attention.errors import ContractError
-from magi_attention.simulate import OURS, WAYS, Case, Cluster, KernelTimes, answer, estimate, kind_of
-from magi_attention.simulate.events import COMPUTE, LINK, Lanes
-from magi_attention.simulate.kernels import KINDS, TABLE
-from magi_attention.simulate.one_launch import one_launch
-from magi_attention.simulate.ours import staged
-from magi_attention.simulate.sweep import least, sweep
-from magi_attention.simulate.ways import share_seconds
+from magi_attention.tools.simulate import OURS, WAYS, Case, Cluster, KernelTimes, answer, estimate, kind_of
+from magi_attention.tools.simulate.events import COMPUTE, LINK, Lanes
+from magi_attention.tools.simulate.kernels import KINDS, TABLE
+from magi_attention.tools.simulate.one_launch import one_launch
+from magi_attention.tools.simulate.ours import staged
+from magi_attention.tools.simulate.sweep import least, sweep
+from magi_attention.tools.simulate.ways import share_seconds
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 CLUSTER = Cluster()

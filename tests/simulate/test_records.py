@@ -16,8 +16,8 @@ import simulated  # noqa: E402
 import simulated_tables as tables_module  # noqa: E402
 
 from magi_attention.common.mask import Mask  # noqa: E402
-from magi_attention.simulate import WAYS, Case, Cluster, estimate  # noqa: E402
-from magi_attention.simulate.support import LARGEST_ERRORS, LIMIT, is_supported  # noqa: E402
+from magi_attention.tools.simulate import WAYS, Case, Cluster, estimate  # noqa: E402
+from magi_attention.tools.simulate.support import LARGEST_ERRORS, LIMIT, is_supported  # noqa: E402
 
 PAGE = ROOT / "docs" / "guides" / "simulate-records.md"
 

@@ -4,8 +4,8 @@
 // alone is slow at it, and the other has to keep stores coming.
 #pragma once
 
-#include "ffa/sm90/mbarrier.cuh"
-#include "ffa/sm90/tma.cuh"
+#include "device/mbarrier.cuh"
+#include "device/tma.cuh"
 #include "magi/symm.h"
 
 namespace magi {

@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "comm/symm/system_words.cuh"
+#include "device/system_words.cuh"
 #include "magi/symm.h"
 
 namespace magi {

@@ -3,7 +3,7 @@
 // leaves a part.
 #pragma once
 
-#include "ffa/common/ptx/dependent_launch.cuh"
+#include "device/dependent_launch.cuh"
 #include "ffa/common/scores.cuh"
 
 namespace magi {

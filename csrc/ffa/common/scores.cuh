@@ -5,9 +5,9 @@
 #include <cmath>
 #include <cstdint>
 
-#include "ffa/common/ptx/arithmetic.cuh"
-#include "ffa/common/ptx/registers.cuh"
-#include "ffa/common/types.cuh"
+#include "device/arithmetic.cuh"
+#include "device/registers.cuh"
+#include "device/types.cuh"
 
 namespace magi {
 

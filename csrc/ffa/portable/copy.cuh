@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-#include "ffa/common/ptx/shared.cuh"
+#include "device/shared.cuh"
 #include "ffa/portable/mma.cuh"
 
 namespace magi::portable {

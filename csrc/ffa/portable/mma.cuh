@@ -9,7 +9,7 @@
 
 #include <cstdint>
 
-#include "ffa/common/types.cuh"
+#include "device/types.cuh"
 
 namespace magi::portable {
 

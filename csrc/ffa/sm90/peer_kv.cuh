@@ -7,8 +7,8 @@
 
 #include "comm/symm/signal.cuh"
 #include "magi/abi.h"
-#include "ffa/sm90/mbarrier.cuh"
-#include "ffa/sm90/tma.cuh"
+#include "device/mbarrier.cuh"
+#include "device/tma.cuh"
 
 namespace magi {
 

@@ -4,7 +4,7 @@
 #pragma once
 
 #include "ffa/common/scores.cuh"
-#include "ffa/sm90/tma.cuh"
+#include "device/tma.cuh"
 
 namespace magi {
 

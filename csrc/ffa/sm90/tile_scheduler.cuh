@@ -8,9 +8,9 @@
 #include <cstddef>
 
 #include "magi/abi.h"
-#include "ffa/sm90/mbarrier.cuh"
-#include "ffa/sm90/tma.cuh"
-#include "ffa/common/ptx/shared.cuh"
+#include "device/mbarrier.cuh"
+#include "device/tma.cuh"
+#include "device/shared.cuh"
 #include "ffa/common/work_order.cuh"
 
 namespace magi {

@@ -9,7 +9,7 @@
 
 #include <cstdint>
 
-#include "ffa/common/types.cuh"
+#include "device/types.cuh"
 #include "ffa/sm90/operand.cuh"
 
 namespace magi {

@@ -14,10 +14,10 @@ import numpy as np
 
 from magi_attention.common.enum import DynamicAttnAlgType
 from magi_attention.common.ranges import AttnRanges
-from magi_attention.common.rectangles import AttnRectangles
 from magi_attention.common.scalars import as_int
 from magi_attention.compat.dynamic.grid import Grid
 from magi_attention.compat.dynamic.limits import MOST_LOAD, least_limit, spread_by_flow, spread_by_sweeps
+from magi_attention.compat.values.rectangles import AttnRectangles
 from magi_attention.errors import ContractError
 from magi_attention.meta.solver.placement import Ints, Placement
 from magi_attention.meta.solver.query_moves import place

@@ -10,9 +10,9 @@ import numpy as np
 
 from magi_attention.common.range import AttnRange
 from magi_attention.common.ranges import AttnRanges
-from magi_attention.common.rectangle import AttnRectangle
-from magi_attention.common.rectangles import AttnRectangles
 from magi_attention.common.slices import areas, merge
+from magi_attention.compat.values.rectangle import AttnRectangle
+from magi_attention.compat.values.rectangles import AttnRectangles
 from magi_attention.errors import ContractError
 from magi_attention.meta.chunking import split_by_chunk
 from magi_attention.meta.solver.placement import Cells, Ints, Pairs

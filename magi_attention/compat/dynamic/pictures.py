@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from magi_attention.common.rectangles import AttnRectangles
 from magi_attention.common.slices import CAUSAL, INVCAUSAL, trim
+from magi_attention.compat.values.rectangles import AttnRectangles
 from magi_attention.errors import UnsupportedError
 from magi_attention.meta.solver.placement import Ints
 

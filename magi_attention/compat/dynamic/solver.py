@@ -13,9 +13,9 @@ from magi_attention.comm.transport.torch import as_transport
 from magi_attention.common.group_spec import GroupSpec
 from magi_attention.common.intervals import Packing, split_at, subtract_intervals
 from magi_attention.common.ranges import AttnRanges
-from magi_attention.common.rectangles import AttnRectangles
 from magi_attention.common.slices import K0, K1, Q0, Q1, MaskTypes, SliceTable, merge
 from magi_attention.compat.dynamic.algorithms import DynamicAttnAlgorithm
+from magi_attention.compat.values.rectangles import AttnRectangles
 from magi_attention.errors import ContractError
 from magi_attention.meta.chunking import split_by_chunk
 from magi_attention.meta.collection import A2AVBasedGroupCollectiveArg, AttnArg, CalcMeta, CommMeta, DispatchMeta

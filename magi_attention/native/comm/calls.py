@@ -12,7 +12,7 @@ from magi_attention.native.comm import abi as comm_abi
 
 
 class ExchangeCalls:
-    """Calls of a loaded library that has the kernels of ``csrc/comm/exchange_*.cu``, whatever network they use."""
+    """Calls of a loaded library that has the kernels of ``csrc/comm/exchange``, whatever network they use."""
 
     _library: ctypes.CDLL
 

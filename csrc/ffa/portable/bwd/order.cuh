@@ -4,7 +4,7 @@
 // lower number that contributes to the block has done so.
 #pragma once
 
-#include "ffa/common/ptx/atomics.cuh"
+#include "device/atomics.cuh"
 #include "ffa/portable/bwd/steps.cuh"
 
 namespace magi::portable {

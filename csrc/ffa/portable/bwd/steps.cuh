@@ -6,7 +6,7 @@
 
 #include <climits>
 
-#include "ffa/common/ptx/shared.cuh"
+#include "device/shared.cuh"
 #include "ffa/portable/bwd/config.h"
 #include "ffa/portable/bwd/params.h"
 #include "ffa/portable/plan_reader.cuh"

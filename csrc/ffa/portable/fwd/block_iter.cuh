@@ -5,7 +5,7 @@
 #pragma once
 
 #include "ffa/common/part.cuh"
-#include "ffa/common/ptx/shared.cuh"
+#include "device/shared.cuh"
 #include "ffa/portable/fwd/config.h"
 #include "ffa/portable/fwd/params.h"
 #include "ffa/portable/plan_reader.cuh"

@@ -4,7 +4,7 @@
 #pragma once
 
 #include "ffa/common/out_rows.cuh"
-#include "ffa/common/ptx/shared.cuh"
+#include "device/shared.cuh"
 #include "ffa/common/softmax.cuh"
 #include "ffa/portable/copy.cuh"
 #include "ffa/portable/fwd/config.h"

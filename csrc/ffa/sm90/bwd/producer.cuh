@@ -7,7 +7,7 @@
 
 #include <type_traits>
 
-#include "ffa/sm90/tma.cuh"
+#include "device/tma.cuh"
 #include "ffa/sm90/bwd/rows/completion.cuh"
 #include "ffa/sm90/bwd/schedule/plan_reader.cuh"
 #include "ffa/sm90/bwd/smem.cuh"

@@ -4,9 +4,9 @@
 #pragma once
 
 #include "magi/abi.h"
-#include "ffa/sm90/mbarrier.cuh"
-#include "ffa/common/ptx/atomics.cuh"
-#include "ffa/common/ptx/shared.cuh"
+#include "device/mbarrier.cuh"
+#include "device/atomics.cuh"
+#include "device/shared.cuh"
 #include "ffa/sm90/bwd/config.h"
 #include "ffa/sm90/bwd/params.h"
 #include "ffa/sm90/bwd/schedule/plan_reader.cuh"

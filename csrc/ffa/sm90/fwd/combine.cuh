@@ -4,8 +4,8 @@
 // the order of the keys, so that results do not depend on timing.
 #pragma once
 
-#include "ffa/sm90/mbarrier.cuh"
-#include "ffa/common/ptx/atomics.cuh"
+#include "device/mbarrier.cuh"
+#include "device/atomics.cuh"
 #include "ffa/common/part.cuh"
 #include "ffa/sm90/fwd/config.h"
 #include "ffa/sm90/fwd/params.h"

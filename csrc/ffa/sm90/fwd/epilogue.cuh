@@ -5,7 +5,7 @@
 
 #include "ffa/common/out_rows.cuh"
 #include "ffa/sm90/stage_rows.cuh"
-#include "ffa/sm90/tma.cuh"
+#include "device/tma.cuh"
 #include "ffa/sm90/fwd/config.h"
 #include "ffa/sm90/fwd/params.h"
 #include "ffa/common/softmax.cuh"

@@ -6,9 +6,9 @@
 #include <cstddef>
 
 #include "magi/abi.h"
-#include "ffa/sm90/mbarrier.cuh"
-#include "ffa/sm90/tma.cuh"
-#include "ffa/common/ptx/shared.cuh"
+#include "device/mbarrier.cuh"
+#include "device/tma.cuh"
+#include "device/shared.cuh"
 #include "ffa/sm90/fwd/config.h"
 #include "ffa/sm90/fwd/params.h"
 #include "ffa/sm90/fwd/combine.cuh"

@@ -4,8 +4,8 @@
 
 #include <cstdint>
 
-#include "ffa/common/ptx/shared.cuh"
-#include "ffa/sm90/tma.cuh"
+#include "device/shared.cuh"
+#include "device/tma.cuh"
 
 namespace magi {
 

@@ -4,9 +4,9 @@
 // (bwd/producer/dq_store.cuh).
 #pragma once
 
-#include "ffa/common/ptx/atomics.cuh"
-#include "ffa/common/ptx/registers.cuh"
-#include "ffa/common/ptx/shared.cuh"
+#include "device/atomics.cuh"
+#include "device/registers.cuh"
+#include "device/shared.cuh"
 #include "ffa/sm90/wgmma.cuh"
 #include "ffa/sm90/bwd/rows/dq_layout.cuh"
 #include "ffa/sm90/bwd/smem.cuh"

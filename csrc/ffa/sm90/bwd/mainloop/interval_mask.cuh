@@ -2,7 +2,7 @@
 // The mask of a step by the row intervals of its segment.
 #pragma once
 
-#include "ffa/common/ptx/shared.cuh"
+#include "device/shared.cuh"
 #include "ffa/common/scores.cuh"
 #include "ffa/sm90/bwd/smem.cuh"
 

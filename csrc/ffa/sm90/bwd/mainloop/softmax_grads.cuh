@@ -2,8 +2,8 @@
 // P of a step from its scores, and dS from P, or its factor, and dP; dS to shared memory.
 #pragma once
 
-#include "ffa/common/ptx/arithmetic.cuh"
-#include "ffa/common/ptx/shared.cuh"
+#include "device/arithmetic.cuh"
+#include "device/shared.cuh"
 #include "ffa/common/scores.cuh"
 #include "ffa/sm90/bwd/config.h"
 #include "ffa/sm90/bwd/params.h"

@@ -4,10 +4,10 @@
 #pragma once
 
 #include "ffa/common/dropout.cuh"
-#include "ffa/common/ptx/atomics.cuh"
-#include "ffa/common/ptx/registers.cuh"
+#include "device/atomics.cuh"
+#include "device/registers.cuh"
 #include "ffa/common/scores.cuh"
-#include "ffa/sm90/tma.cuh"
+#include "device/tma.cuh"
 #include "ffa/sm90/wgmma.cuh"
 #include "ffa/sm90/bwd/mainloop/dq_columns.cuh"
 #include "ffa/sm90/bwd/mainloop/interval_mask.cuh"

@@ -5,8 +5,8 @@
 // tile.
 #pragma once
 
-#include "ffa/sm90/tma.cuh"
-#include "ffa/common/ptx/atomics.cuh"
+#include "device/tma.cuh"
+#include "device/atomics.cuh"
 #include "ffa/sm90/bwd/producer.cuh"
 
 namespace magi {

@@ -4,7 +4,7 @@
 // so elsewhere stores dq.
 #pragma once
 
-#include "ffa/sm90/tma.cuh"
+#include "device/tma.cuh"
 #include "ffa/sm90/bwd/rows/completion.cuh"
 #include "ffa/sm90/bwd/producer.cuh"
 #include "ffa/sm90/bwd/schedule/plan_reader.cuh"

@@ -10,9 +10,9 @@
 // kernels before, which are resident, too.
 #pragma once
 
-#include "ffa/sm90/mbarrier.cuh"
-#include "ffa/common/ptx/atomics.cuh"
-#include "ffa/common/ptx/shared.cuh"
+#include "device/mbarrier.cuh"
+#include "device/atomics.cuh"
+#include "device/shared.cuh"
 #include "ffa/sm90/bwd/params.h"
 #include "ffa/sm90/bwd/schedule/plan_reader.cuh"
 #include "ffa/sm90/bwd/schedule/split.cuh"

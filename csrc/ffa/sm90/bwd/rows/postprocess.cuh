@@ -3,8 +3,8 @@
 // it to what is there.
 #pragma once
 
-#include "ffa/sm90/mbarrier.cuh"
-#include "ffa/sm90/tma.cuh"
+#include "device/mbarrier.cuh"
+#include "device/tma.cuh"
 #include "ffa/common/scores.cuh"
 #include "ffa/sm90/bwd/config.h"
 #include "ffa/sm90/bwd/params.h"

@@ -8,7 +8,7 @@
 // complete, those of the heads that come first before the others.
 #pragma once
 
-#include "ffa/common/ptx/atomics.cuh"
+#include "device/atomics.cuh"
 #include "ffa/sm90/bwd/rows/postprocess.cuh"
 #include "ffa/sm90/bwd/rows/postprocess_items.cuh"
 

@@ -6,9 +6,9 @@
 // bwd/rows/preprocess_work_list.cuh takes its place.
 #pragma once
 
-#include "ffa/sm90/mbarrier.cuh"
+#include "device/mbarrier.cuh"
 #include "ffa/common/row_delta.cuh"
-#include "ffa/sm90/tma.cuh"
+#include "device/tma.cuh"
 #include "ffa/common/scores.cuh"
 #include "ffa/sm90/bwd/config.h"
 #include "ffa/sm90/bwd/params.h"

@@ -7,8 +7,8 @@
 // stores.
 #pragma once
 
-#include "ffa/sm90/tma.cuh"
-#include "ffa/common/ptx/atomics.cuh"
+#include "device/tma.cuh"
+#include "device/atomics.cuh"
 #include "ffa/sm90/bwd/rows/completion.cuh"
 #include "ffa/sm90/bwd/rows/preprocess.cuh"
 #include "ffa/sm90/bwd/schedule/work_list.cuh"

@@ -6,8 +6,8 @@
 #include <cstddef>
 
 #include "magi/abi.h"
-#include "ffa/common/ptx/registers.cuh"
-#include "ffa/common/ptx/shared.cuh"
+#include "device/registers.cuh"
+#include "device/shared.cuh"
 #include "ffa/sm90/bwd/config.h"
 
 namespace magi {

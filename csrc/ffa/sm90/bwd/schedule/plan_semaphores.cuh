@@ -5,7 +5,7 @@
 // the plan made.
 #pragma once
 
-#include "ffa/sm90/mbarrier.cuh"
+#include "device/mbarrier.cuh"
 #include "ffa/sm90/bwd/params.h"
 #include "ffa/sm90/bwd/schedule/plan_reader.cuh"
 #include "ffa/sm90/bwd/schedule/simulate.cuh"

@@ -5,7 +5,7 @@
 // is over.
 #pragma once
 
-#include "ffa/common/ptx/shared.cuh"
+#include "device/shared.cuh"
 #include "ffa/sm90/index/bwd/producer.cuh"
 #include "ffa/sm90/index/bwd/shares.cuh"
 #include "ffa/sm90/stage_rows.cuh"

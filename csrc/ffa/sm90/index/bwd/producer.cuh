@@ -4,13 +4,13 @@
 #pragma once
 
 #include "ffa/common/scores.cuh"
-#include "ffa/common/ptx/shared.cuh"
+#include "device/shared.cuh"
 #include "ffa/sm90/index/gather.cuh"
 #include "ffa/sm90/index/bwd/params.h"
 #include "ffa/sm90/index/bwd/smem.cuh"
 #include "ffa/sm90/index/tile_walk.cuh"
 #include "ffa/sm90/index/unused_rows.cuh"
-#include "ffa/sm90/tma.cuh"
+#include "device/tma.cuh"
 
 namespace magi {
 

@@ -3,8 +3,8 @@
 // sums in global memory or stored as partials.
 #pragma once
 
-#include "ffa/common/ptx/atomics.cuh"
-#include "ffa/common/ptx/shared.cuh"
+#include "device/atomics.cuh"
+#include "device/shared.cuh"
 
 namespace magi {
 

@@ -6,7 +6,7 @@
 #include "ffa/sm90/index/fwd/config.h"
 #include "ffa/sm90/index/fwd/params.h"
 #include "ffa/sm90/stage_rows.cuh"
-#include "ffa/sm90/tma.cuh"
+#include "device/tma.cuh"
 
 namespace magi {
 

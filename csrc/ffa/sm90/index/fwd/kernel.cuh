@@ -4,7 +4,7 @@
 // output once.
 #pragma once
 
-#include "ffa/common/ptx/shared.cuh"
+#include "device/shared.cuh"
 #include "ffa/sm90/fwd/products.cuh"
 #include "ffa/sm90/index/fwd/epilogue.cuh"
 #include "ffa/sm90/index/fwd/producer.cuh"

@@ -7,7 +7,7 @@
 #include "ffa/sm90/index/fwd/params.h"
 #include "ffa/sm90/index/fwd/smem.cuh"
 #include "ffa/sm90/index/tile_walk.cuh"
-#include "ffa/sm90/tma.cuh"
+#include "device/tma.cuh"
 
 namespace magi {
 

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "ffa/sm90/index/fwd/config.h"
-#include "ffa/sm90/mbarrier.cuh"
+#include "device/mbarrier.cuh"
 
 namespace magi {
 

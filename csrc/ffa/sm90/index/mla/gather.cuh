@@ -3,7 +3,7 @@
 // that a copy by tensor map with 128-byte swizzle leaves: by the threads of a producer warpgroup.
 #pragma once
 
-#include "ffa/sm90/async_copy.cuh"
+#include "device/async_copy.cuh"
 #include "ffa/sm90/index/key_lists.h"
 
 namespace magi {

@@ -4,9 +4,9 @@
 // ones before of that warp; its accumulators are NaN meanwhile.
 #pragma once
 
-#include "ffa/common/types.cuh"
+#include "device/types.cuh"
 #include "ffa/sm90/operand.cuh"
-#include "ffa/sm90/tma.cuh"
+#include "device/tma.cuh"
 
 namespace hopper {
 

@@ -3,14 +3,14 @@
 // thread starts the copies of Q and dout, and all of which bring lse and delta and gather latents.
 #pragma once
 
-#include "ffa/common/ptx/shared.cuh"
+#include "device/shared.cuh"
 #include "ffa/common/scores.cuh"
 #include "ffa/sm90/index/bwd/params.h"
 #include "ffa/sm90/index/mla/bwd/smem.cuh"
 #include "ffa/sm90/index/mla/gather.cuh"
 #include "ffa/sm90/index/mla/work_item.cuh"
 #include "ffa/sm90/index/unused_rows.cuh"
-#include "ffa/sm90/tma.cuh"
+#include "device/tma.cuh"
 
 namespace magi {
 

@@ -2,13 +2,13 @@
 // Normalises the output of the rows of a work item and writes out and lse.
 #pragma once
 
-#include "ffa/common/ptx/shared.cuh"
+#include "device/shared.cuh"
 #include "ffa/common/softmax.cuh"
 #include "ffa/sm90/index/fwd/params.h"
 #include "ffa/sm90/index/mla/fwd/smem.cuh"
 #include "ffa/sm90/index/mla/work_item.cuh"
 #include "ffa/sm90/stage_rows.cuh"
-#include "ffa/sm90/tma.cuh"
+#include "device/tma.cuh"
 
 namespace magi {
 

@@ -7,7 +7,7 @@
 #include "ffa/sm90/index/mla/fwd/smem.cuh"
 #include "ffa/sm90/index/mla/gather.cuh"
 #include "ffa/sm90/index/mla/work_item.cuh"
-#include "ffa/sm90/tma.cuh"
+#include "device/tma.cuh"
 
 namespace magi {
 
