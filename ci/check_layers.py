@@ -50,7 +50,8 @@ ABOVE_ALL = {"__init__", "cli", "compat", "integrations", "testing", "benchmarki
 COMPAT = "compat"
 COMPAT_IMPORTERS = {"__init__": {"compat.paths"}}
 PUBLISHED_PATHS = "compat.paths"  # module whose dicts MODULES, FOLDERS and NAMES have the paths as keys
-# Single modules that a layer may import although not their whole layer; attention names those of tools inside a function only.
+# Single modules that a layer may import although not their whole layer. Attention imports those of tools inside a
+# function only.
 MODULE_EXCEPTIONS = {
     # Configuration is held in members of these enumerations and in plain numbers.
     "config": {"common.enum", "common.scalars"},

@@ -134,7 +134,7 @@ def run_child(command: list[str], environment: dict[str, str], log: Path | None 
 def torchrun(ranks: int) -> list[str]:
     """torchrun on this machine, for Python. The ranks meet at the loopback address: torchrun would look the host's name
     up, which waits for ever where there is no network."""
-    words = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+    words = ["-m", "magi_attention.tools.launch.torchrun", "--standalone", "--local-addr", "127.0.0.1"]
     return [*words, "--nproc-per-node", str(ranks)]
 
 

@@ -43,7 +43,7 @@ def test_dry_run_of_every_verb_prints_and_makes_nothing(home, spec, capsys):
         "run --spec {spec}": "sbatch --parsable",
         "run --nodes 2 train.py": "-- train.py",
         "run --nodes 2 train.py --ranks-per-node 3 -- train.py": "-- train.py train.py",
-        "run": "torch.distributed.run --standalone --local-addr 127.0.0.1",
+        "run": "magi_attention.tools.launch.torchrun --standalone --local-addr 127.0.0.1",
         "test": "-m 'not nightly'",
         "test -- -m slow": "worksteal -m slow",
         "test -- tests/a.py::test_long": "worksteal tests/a.py::test_long",

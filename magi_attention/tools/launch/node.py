@@ -149,7 +149,7 @@ def versions() -> dict[str, str]:
 
 def torchrun_argv(args: argparse.Namespace, folder: Path | None) -> list[str]:
     """torchrun with static rendezvous; its output carries the rank in front of each line."""
-    argv = [sys.executable, "-m", "torch.distributed.run"]
+    argv = [sys.executable, "-m", "magi_attention.tools.launch.torchrun"]
     argv += ["--nnodes", str(args.nodes), "--node-rank", str(args.node_rank)]
     argv += ["--nproc-per-node", str(args.ranks_per_node)]
     argv += ["--rdzv-backend", "static", "--rdzv-id", args.run_id]
