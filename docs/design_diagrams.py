@@ -199,3 +199,28 @@ INDEX_MLA = (
         ((5.8, 0.8), (6.6, 0.8), "P V"),
     ],
 )
+
+ROW_EXCHANGES = (
+    (9.6, 4.9),
+    [
+        (0.2, 3.7, 1.8, 0.9, HOST, "plan", "which rows of a rank\ngo to whom"),
+        (2.6, 3.7, 2.0, 0.9, PLAIN, "one launch?", "keys move, ffa on\nGPUs, no dropout"),
+        (2.6, 1.9, 2.0, 0.9, PLAIN, "stages", "rows come before\nthe kernel reads them"),
+        (2.6, 0.2, 2.0, 0.9, HOST, "group_cast", "published API, asked\nfor NVLink buffers"),
+        (6.6, 4.0, 2.8, 0.7, WIRE, "one launch over NVLink", "inside attention"),
+        (6.6, 3.0, 2.8, 0.7, WIRE, "one-sided over nodes", "beside attention, or in stages"),
+        (6.6, 2.0, 2.8, 0.7, WIRE, "two-level all-to-all-v", "two calls of the library"),
+        (6.6, 1.0, 2.8, 0.7, WIRE, "all-to-all-v", "NCCL or gloo"),
+        (6.6, 0.1, 2.8, 0.7, WIRE, "buffers over NVLink", "put and copy or sum"),
+    ],
+    [
+        ((2.0, 4.15), (2.6, 4.15), ""),
+        ((3.6, 3.7), (3.6, 2.8), "no"),
+        ((4.6, 4.3), (6.6, 4.35), "one host"),
+        ((4.6, 4.0), (6.6, 3.45), "nodes"),
+        ((4.6, 2.5), (6.6, 3.2), "nodes"),
+        ((4.6, 2.35), (6.6, 2.35), "nodes, no network verbs"),
+        ((4.6, 2.15), (6.6, 1.4), "by default"),
+        ((4.6, 0.6), (6.6, 0.45), ""),
+    ],
+)

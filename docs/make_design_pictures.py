@@ -14,7 +14,16 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from design_diagrams import BACKWARD, FUSED, INDEX_ATTENTION, INDEX_MLA, OVERVIEW, PORTABLE, TWO_LEVELS
+from design_diagrams import (
+    BACKWARD,
+    FUSED,
+    INDEX_ATTENTION,
+    INDEX_MLA,
+    OVERVIEW,
+    PORTABLE,
+    ROW_EXCHANGES,
+    TWO_LEVELS,
+)
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Patch, Rectangle
@@ -251,6 +260,7 @@ PICTURES: dict[str, tuple[Callable[[], Content], Callable[[Content], Figure]]] =
     "design_schedule.png": (schedule_content, draw_schedule),
     "design_fused_comm.png": (lambda: FUSED, draw_boxes),
     "design_two_levels.png": (lambda: TWO_LEVELS, draw_boxes),
+    "design_row_exchanges.png": (lambda: ROW_EXCHANGES, draw_boxes),
     "design_portable.png": (lambda: PORTABLE, draw_boxes),
     "design_determinism.png": (determinism_content, draw_determinism),
 }
