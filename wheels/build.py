@@ -2,6 +2,7 @@
 """Builds the wheels of ci/matrix.json and checks them. Called as ci/build_wheels.
 
     ci/build_wheels [--only NAME] [--python 3.12 ...] [--cuda-home DIR ...] [--out DIR] [--twice] [--fa4]
+                    [--record FILE]
     ci/build_wheels --engine cibuildwheel [--dry-run]
 
 Here, every wheel is built from a copy of the files that git knows, so that nothing left over gets into one. A wheel
@@ -11,6 +12,9 @@ CUDA toolkit: the one found, and those of --cuda-home. Libraries are linked for 
 --system-linker leaves that out, and the wheel then gets the tag that auditwheel grants. --twice builds everything a
 second time, in another folder without what the first left, and compares. Collectives are built again in the same
 folder: they hold linked device code, into which nvcc puts the path of the sources. In a manylinux image that is fixed.
+
+With --record, kernel and comm wheels whose sources and nvcc are those of a committed record are left out, and the
+record gets those that were built and found good.
 
 With --fa4, as for a release, the wheel sm100 brings kernels of FlashAttention-4; their compiler is 1.5 GB to fetch.
 
@@ -31,9 +35,10 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "ci")]
+sys.path[:0] = [str(ROOT), str(ROOT / "ci"), str(ROOT / "wheels")]
 
 import matrix  # noqa: E402
+from record import Record  # noqa: E402
 
 from magi_attention.errors import BuildError  # noqa: E402
 from magi_attention.native import toolchain  # noqa: E402
@@ -41,6 +46,9 @@ from magi_attention.native import toolchain  # noqa: E402
 WORK = ROOT / "build" / "wheels"
 TOOLS = ROOT / "wheels" / "tools.txt"
 FA4_TOOLS = ROOT / "wheels" / "fa4_tools.txt"
+
+
+Job = tuple[matrix.Wheel, str, Path, "Path | None"]  # wheel, Python version, its interpreter, nvcc
 
 
 def say(text: str) -> None:
@@ -204,8 +212,8 @@ def build_one(
     return retag(made, python, out, environment)
 
 
-def plan(options: argparse.Namespace) -> list[tuple[matrix.Wheel, str, Path, Path | None]]:
-    """(wheel, python version, interpreter, nvcc) of everything to build; says what cannot be."""
+def plan(options: argparse.Namespace) -> list[Job]:
+    """Everything to build; says what cannot be."""
     data, out = matrix.load(), []
     homes = toolkits(options.cuda_home)
     wanted = options.python or data["pythons"]
@@ -214,6 +222,9 @@ def plan(options: argparse.Namespace) -> list[tuple[matrix.Wheel, str, Path, Pat
             continue
         if wheel.cuda and wheel.cuda not in homes:
             say(f"{wheel.name} is left out: there is no nvcc of CUDA {wheel.cuda[2:]}; name a toolkit by --cuda-home.")
+            continue
+        if options.record and wheel.cuda and options.record.has(wheel.name, run([homes[wheel.cuda], "--version"])):
+            say(f"{wheel.name} is left out: {options.record.path} has these sources and this nvcc as built and good.")
             continue
         for version in wanted if wheel.kind == "main" else [f"{sys.version_info[0]}.{sys.version_info[1]}"]:
             interpreter = find_python(version)
@@ -224,8 +235,10 @@ def plan(options: argparse.Namespace) -> list[tuple[matrix.Wheel, str, Path, Pat
     return out
 
 
-def build_here(options: argparse.Namespace, source: Path, out: Path, is_fresh: bool = False) -> list[Path]:
-    """Builds what ``plan`` says from a copy of the sources in ``source``; returns the wheels in ``out``."""
+def build_here(
+    options: argparse.Namespace, chosen: list[Job], source: Path, out: Path, is_fresh: bool = False
+) -> list[Path]:
+    """Builds what ``plan`` chose from a copy of the sources in ``source``; returns the wheels in ``out``."""
     names = sources()
     key = source_key(names)
     if is_fresh:
@@ -236,7 +249,7 @@ def build_here(options: argparse.Namespace, source: Path, out: Path, is_fresh: b
     state_file = out / "done.json"
     state = json.loads(state_file.read_text()) if state_file.exists() else {}
     made = []
-    for wheel, version, interpreter, nvcc in plan(options):
+    for wheel, version, interpreter, nvcc in chosen:
         started = time.monotonic()
         python = environment_of(interpreter, WORK / f"venv-{version}")
         name, nvcc_says = f"{wheel.name} {version}", run([nvcc, "--version"]) if nvcc else ""
@@ -307,6 +320,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=ROOT / "dist", help="folder of the wheels, dist by default")
     parser.add_argument("--system-linker", action="store_true", help="link for the glibc of this machine")
     parser.add_argument("--fa4", action="store_true", help="compile kernels of FlashAttention-4 into the wheel sm100")
+    parser.add_argument("--record", type=Path, metavar="FILE", help="leave out what FILE says was built and good")
     parser.add_argument("--twice", action="store_true", help="build again in another folder and compare")
     parser.add_argument("--dry-run", action="store_true", help="with cibuildwheel: print the commands")
     options = parser.parse_args(arguments)
@@ -314,15 +328,20 @@ def main(arguments: list[str] | None = None) -> int:
     if options.engine == "cibuildwheel":
         return by_cibuildwheel(options, options.out)
     before = revision(), source_key(sources())
-    made = build_here(options, WORK / "source", options.out.resolve())
+    options.record = options.record and Record(options.record, ROOT, sources())
+    chosen = plan(options)
+    made = build_here(options, chosen, WORK / "source", options.out.resolve())
     if not made:
         say("nothing was built.")
-        return 1
+        return 0 if options.record and options.record.used else 1
     here = f"{sys.version_info[0]}.{sys.version_info[1]}"
     tools = environment_of(Path(sys.executable), WORK / f"venv-{here}")
     code = check_wheels(tools, made, not options.system_linker)
+    for wheel, _, _, nvcc in chosen if options.record and code == 0 else ():
+        if nvcc:
+            options.record.add(wheel.name, run([nvcc, "--version"]))
     if options.twice:
-        again = build_here(options, WORK / "again" / "source", WORK / "again" / "dist", is_fresh=True)
+        again = build_here(options, chosen, WORK / "again" / "source", WORK / "again" / "dist", is_fresh=True)
         if (revision(), source_key(sources())) != before:
             raise SystemExit("The checkout changed while wheels were built from it; leave it alone and run this again.")
         differ = [a.name for a, b in zip(made, again) if a.name != b.name or digest(a) != digest(b)]

@@ -99,7 +99,7 @@ def test_what_cannot_be_built_is_said(monkeypatch, capsys):
     assert build.main(["--only", "magi-attention-kernels-sm90-cu13"]) == 1
     out = capsys.readouterr().out
     assert "there is no nvcc of CUDA 13; name a toolkit by --cuda-home" in out and "nothing was built" in out
-    options = type("Options", (), {"only": ["magi_attention"], "python": None, "cuda_home": []})
+    options = type("Options", (), {"only": ["magi_attention"], "python": None, "cuda_home": [], "record": None})
     assert [version for _, version, _, _ in build.plan(options)] == DATA["pythons"][:-1]
     assert "for Python 3.14 is left out" in capsys.readouterr().out
 
