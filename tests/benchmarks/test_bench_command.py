@@ -38,10 +38,12 @@ def folder(tmp_path, monkeypatch):
     return tmp_path / "runs" / "mine"
 
 
-LONG = pytest.param("train", marks=pytest.mark.nightly)
+BY_NIGHT = ("comm", "sparse", "train")
 
 
-@pytest.mark.parametrize("name", [LONG if name == "train" else name for name in RUNS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.nightly if name in BY_NIGHT else ()) for name in RUNS]
+)
 def test_each_writes_records_charts_and_a_page(name, folder, capfd):
     pytest.importorskip("matplotlib")
     planner_if_possible()

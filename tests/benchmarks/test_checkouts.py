@@ -51,6 +51,7 @@ def another(tmp_path):
     return api.parents[1]
 
 
+@pytest.mark.nightly
 def test_the_same_checkout_twice(tmp_path, capfd):
     """Everything is timed on both sides and gives the same. Its speed is not asserted: others use this machine."""
     out = tmp_path / "out"

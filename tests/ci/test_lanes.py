@@ -90,6 +90,7 @@ def with_python_as_it_is(monkeypatch) -> None:
     monkeypatch.setattr(lanes.subprocess, "run", run)
 
 
+@pytest.mark.nightly
 def test_a_file_with_another_hash_is_refused(monkeypatch, tmp_path, capfd):
     import zipfile
 

@@ -248,6 +248,7 @@ def checkout(tmp_path):
     return folder
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(
     os.path.exists("/proc/driver/nvidia/version") or os.path.exists("/dev/nvidia0"),
     reason="with a GPU the launcher takes torch as it is",

@@ -37,6 +37,7 @@ def test_committed_pictures_are_of_the_present_inputs(name):
     assert text == make_pictures.descriptions()[name], f"{name} is old: run `python docs/make_pictures.py`"
 
 
+@pytest.mark.nightly
 def test_drawn_twice_they_are_the_same_bytes(tmp_path, monkeypatch):
     digests = []
     for folder in ("one", "two"):

@@ -149,6 +149,7 @@ def compiled(folder: Path, capability=(10, 0), num_sms: int = 148, shapes=SHAPES
     return sum(d.compiled for d in done)
 
 
+@pytest.mark.nightly
 def test_kernels_are_compiled_ahead_once(wheel, tmp_path):
     # Forward and backward of each; before and behind the backward, one for each head dim.
     assert compiled(tmp_path / "out") == 2 * len(SHAPES) + 2 * 2
@@ -197,6 +198,7 @@ print(sum(getattr(interface, name).compile_cache.compiled for name in wheel.obje
 """.replace("wheel.objects", "__import__('magi_attention.kernels.fa4.objects', fromlist=['KINDS'])")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("arch, target", (("sm_100", "sm_100a"), ("sm_103", "sm_103a")))
 def test_calls_find_what_a_wheel_brings(wheel, tmp_path, monkeypatch, arch, target):
     package = wheel / "magi_attention_kernels" / "sm100_cu13"

@@ -105,6 +105,7 @@ def test_kill_9_of_the_launcher(magi):
     assert magi.status(name)["state"] == "down" and "says wait" in magi("logs", name).stdout
 
 
+@pytest.mark.nightly
 def test_kill_9_of_everything_but_the_ranks(magi, tmp_path):
     """The worst case: nobody is left who could stop the ranks, and they do not react to SIGTERM."""
     name = unique("worst")
