@@ -47,9 +47,14 @@ def command_test(args: argparse.Namespace) -> int:
         return 0
     started = time.perf_counter()
     os.chdir(sources())
-    code = run_gpu_suite(commands) if is_on_gpus else run_child(commands[0], child_environment(1))
+    code = run_gpu_suite(commands) if is_on_gpus else run_child(commands[0], test_environment())
     print(f"The tests took {time.perf_counter() - started:.0f} s.")
     return code
+
+
+def test_environment() -> dict[str, str]:
+    """Bytecode is kept, because tests start many hundred processes, which import the same modules."""
+    return {name: value for name, value in child_environment(1).items() if name != "PYTHONDONTWRITEBYTECODE"}
 
 
 def num_workers(is_on_gpus: bool) -> int:
@@ -67,7 +72,7 @@ def run_gpu_suite(commands: list[list[str]]) -> int:
     files, codes = [], []
     for number, command in enumerate(commands):
         files.append(folder / f"junit{number}.xml")
-        codes.append(run_child([*command, f"--junitxml={files[-1]}"], child_environment(1)))
+        codes.append(run_child([*command, f"--junitxml={files[-1]}"], test_environment()))
     ran = [code for code in codes if code != NO_TESTS] or [NO_TESTS]
     code = max(ran)
     print(suite_report.summary(suite_report.write_report(folder, files, code)))

@@ -53,8 +53,15 @@ def test_pytest_that_ends_early_leaves_a_report_too(tmp_path):
 def test_the_suite_ends_as_pytest_does(codes, status, monkeypatch, tmp_path, capsys):
     """5: nothing was collected, as of one of the two parts where files are named."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
     seen, left = [], list(codes)
-    monkeypatch.setattr(suites, "run_child", lambda command, _: seen.append(command) or left.pop(0))
+
+    def run_child(command, environment):
+        assert "PYTHONDONTWRITEBYTECODE" not in environment and environment["OMP_NUM_THREADS"] == "1"
+        seen.append(command)
+        return left.pop(0)
+
+    monkeypatch.setattr(suites, "run_child", run_child)
     assert suites.run_gpu_suite([["pytest", "-m", "a"], ["pytest", "-m", "b"]]) == status
     assert [command[2] for command in seen] == ["a", "b"]
     assert all(command[-1].startswith("--junitxml=runs/gpu-suite-") for command in seen)
