@@ -6,8 +6,9 @@
 
 Per wheel: its name and tags are those of ci/matrix.json and fit the files in it; its size; each library needs only what
 every system has (no libtorch, no libcudart), searches only beside itself, exports only magi_* and the module's init,
-asks no newer glibc than the tag says, holds GPU code of exactly its family, and has a record of this version. --load
-also opens the libraries with a C interface, which needs no GPU. Needs readelf, and cuobjdump for wheels of kernels.
+asks no newer glibc than the tag says, holds GPU code of exactly its family, and has a record of this version. Its SBOM
+names this version, its libraries as they are, and what they hold of others. --load also opens the libraries with a C
+interface, which needs no GPU. Needs readelf, and cuobjdump for wheels of kernels.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from __future__ import annotations
 import argparse
 import ctypes
 import email
+import hashlib
+import json
 import os
 import re
 import shutil
@@ -38,6 +41,7 @@ NEEDED = {
     *("libc.so.6", "libm.so.6", "libdl.so.2", "libpthread.so.0", "librt.so.1", "ld-linux-x86-64.so.2"),
     *("libgcc_s.so.1", "libstdc++.so.6"),
 }
+FA4_PACKAGES = ("flash-attn-4", "quack-kernels", "nvidia-cutlass-dsl")  # whose code its kernels hold
 PARTS = {"kernels": (NAMESPACE,), "comm": (NAMESPACE,), "main": ("magi_attention",)}
 
 
@@ -179,7 +183,7 @@ def check_objects(wheel: matrix.Wheel, names: list[str]) -> list[str]:
     kinds = {Path(n).name.partition("-")[0] for n in objects}
     if kinds != {"fwd", "bwd", "bwd_pre", "bwd_post"} or any("-sm_100f-" not in n for n in objects):
         found.append(f"holds objects of {', '.join(sorted(kinds))}; all must be for sm_100f, in both directions.")
-    for package in ("flash-attn-4", "quack-kernels", "nvidia-cutlass-dsl"):
+    for package in FA4_PACKAGES:
         if not any(n.startswith(f"{next(iter(folders))}/{package}.LICENSE") for n in names):
             found.append(f"holds kernels with code of {package}, but not its licence.")
     return found
@@ -195,6 +199,49 @@ def check_pins(wheel: matrix.Wheel, text: str, release: str, data: dict) -> list
     return [f"must ask for {name}=={release}, of the same release." for name in bad]
 
 
+def held_of_others(wheel: matrix.Wheel, names: list[str], data: dict) -> dict[str, str]:
+    """What the SBOM has to name, and how each version begins."""
+    if wheel.kind == "main":
+        return {"pybind11": ""}
+    wanted = {"cuda-cudart": f"{wheel.cuda[2:]}."}
+    if wheel.kind == "comm":
+        wanted[f"nvidia-nvshmem-{wheel.cuda}"] = data["cuda"][wheel.cuda]["nvshmem"]
+    return wanted | {package: "" for package in FA4_PACKAGES if any(name.endswith(".o") for name in names)}
+
+
+def check_sbom(
+    wheel: matrix.Wheel, contents: dict[str, bytes], records: list[info.BuildInfo], release: str, data: dict
+) -> list[str]:
+    """What is wrong with the SBOM. ``contents`` of the files by name; ``records`` of the libraries among them."""
+    file = f"sboms/{wheel.file_name}.cdx.json"
+    text = next((body for name, body in contents.items() if name.endswith(f".dist-info/{file}")), None)
+    if text is None:
+        return [f"has no {file} beside its metadata; build it where cyclonedx-python-lib is installed."]
+    try:
+        bom = json.loads(text)
+        whole, components = bom["metadata"]["component"], bom["components"]
+        of_files = {c["name"]: c["hashes"][0]["content"] for c in components if c["type"] == "file"}
+        parts = {(c["name"], c.get("version", "")) for c in components}
+        named, commits = (whole["name"], whole["version"]), whole.get("pedigree", {}).get("commits", [])
+    except (ValueError, LookupError, TypeError):
+        return [f"has a {file} that is no CycloneDX JSON of a wheel."]
+    found = []
+    if bom.get("bomFormat") != "CycloneDX" or named != (wheel.name, release):
+        found.append(f"has an SBOM of {' '.join(map(str, named))}, and it is {wheel.name} {release}.")
+    have = {n: hashlib.sha256(body).hexdigest() for n, body in contents.items() if re.search(r"\.so(\.|$)", n)}
+    if wrong := sorted(n for n in have.keys() | of_files.keys() if have.get(n) != of_files.get(n)):
+        found.append(f"has another {', '.join(wrong)} than its SBOM says.")
+    for name, start in held_of_others(wheel, list(contents), data).items():
+        if not any(part == name and version.startswith(start) for part, version in parts):
+            found.append(f"has an SBOM without {name} {start}".rstrip(" .") + ", of which it holds code.")
+    for record in records:
+        if tuple(record.compiler.split(" ", 1)) not in parts:
+            found.append(f"has an SBOM without {record.compiler}, the compiler of {record.name}.")
+        if record.revision and [c.get("uid") for c in commits] != [record.revision.removesuffix("-dirty")]:
+            found.append(f"has an SBOM of another commit than {record.name}, which is of {record.revision}.")
+    return found
+
+
 def check(path: Path, data: dict | None = None, platform: str | None = None) -> list[str]:
     """Everything that is wrong with the wheel at ``path``. ``platform``: a pattern; the tag of the matrix if None."""
     data = matrix.load() if data is None else data
@@ -206,6 +253,7 @@ def check(path: Path, data: dict | None = None, platform: str | None = None) -> 
         found.append(f"is {megabytes:.1f} MB, and the limit is {wheel.max_mb} MB.")
     with zipfile.ZipFile(path) as archive, tempfile.TemporaryDirectory() as folder:
         names = [n for n in archive.namelist() if not n.endswith("/")]
+        records = []
         texts = {Path(n).name: archive.read(n).decode() for n in names if n.endswith(("/WHEEL", "/METADATA"))}
         found += check_tags(path, wheel, texts.get("WHEEL", ""), data, platform)
         found += check_files(path, wheel, names)
@@ -215,6 +263,9 @@ def check(path: Path, data: dict | None = None, platform: str | None = None) -> 
                 library = Path(archive.extract(name, folder))
                 glibc = data if platform is None else {**data, "platform": {**data["platform"], "glibc": "99"}}
                 found += [f"{name} {problem}." for problem in check_library(library, wheel, glibc, release)]
+                records.append(info.read_info(library))
+        contents = {name: archive.read(name) for name in names}
+        found += check_sbom(wheel, contents, [r for r in records if r is not None], release, data)
     return [f"{path.name}: {problem}" for problem in found]
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shlex
 import shutil
@@ -55,17 +56,30 @@ def library(folder: Path, record: info.BuildInfo | None = RECORD, extra: str = "
     return (folder / "x.so").read_bytes()
 
 
+def sbom(files: dict[str, bytes], name: str = KERNELS.name, version: str = V, parts: tuple = (), **change) -> dict:
+    """An SBOM of these files, as CycloneDX has it; ``parts`` are (name, version)."""
+    hashes = {n: hashlib.sha256(body).hexdigest() for n, body in files.items() if n.endswith(".so")}
+    components = [{"type": "file", "name": n, "hashes": [{"content": h}]} for n, h in hashes.items()]
+    parts = parts or (("cuda-cudart", "13.0"), ("nvcc", "13.0.88"), ("nvcc", "12.9.86"), ("pybind11", "3.1.0"))
+    components += [{"type": "library", "name": n, "version": v} for n, v in (*parts, ("c++", "14"))]
+    whole = {"name": name, "version": version, "pedigree": {"commits": [{"uid": "0123abc"}]}}
+    return {"bomFormat": "CycloneDX", "metadata": {"component": whole}, "components": components, **change}
+
+
 def wheel(
     folder: Path, files: dict[str, bytes], name: str = KERNELS.file_name, tags: str = f"py3-none-{TAG}",
-    inside: str = "", pure: str = "false", requires: tuple = (f"magi_attention=={V}",),
+    inside: str = "", pure: str = "false", requires: tuple = (f"magi_attention=={V}",), bom: dict | bytes | None = None,
 ) -> Path:  # fmt: skip
-    """A wheel with these files and tags."""
+    """A wheel with these files and tags, and with an SBOM, a right one unless ``bom`` gives another."""
     path = folder / f"{name}-{V}-{tags}.whl"
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         for file, data in files.items():
             archive.writestr(file, data)
         head = f"Wheel-Version: 1.0\nRoot-Is-Purelib: {pure}\nTag: {inside or tags}\n"
         archive.writestr(f"{name}-{V}.dist-info/WHEEL", head)
+        bom = sbom(files, name if name == "magi_attention" else name.replace("_", "-")) if bom is None else bom
+        body = bom if isinstance(bom, bytes) else json.dumps(bom)
+        archive.writestr(f"{name}-{V}.dist-info/sboms/{name}.cdx.json", body)
         lines = "".join(f"Requires-Dist: {r}\n" for r in requires)
         archive.writestr(f"{name}-{V}.dist-info/METADATA", f"Name: {name}\nVersion: {V}\n{lines}")
     return path
@@ -229,6 +243,53 @@ def test_doctored_gpu_code(tmp_path, targets, have):
 def test_doctored_records(tmp_path, targets, record, words):
     (found,) = check_wheel.check(wheel(tmp_path, {INSIDE: library(tmp_path, record)}))
     assert words in found
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"version": "0.1"}, f"of {KERNELS.name} 0.1, and it is {KERNELS.name} {V}"),
+        ({"name": "magi_attention"}, f"of magi_attention {V}, and it is {KERNELS.name} {V}"),
+        ({"bomFormat": "SPDX"}, "has an SBOM of"),
+        ({"files": {INSIDE: b"other"}}, f"has another {INSIDE} than its SBOM says"),
+        ({"files": {}}, f"has another {INSIDE} than its SBOM says"),
+        ({"more": "x/y.so"}, "has another x/y.so than its SBOM says"),
+        ({"parts": (("nvcc", "13.0.88"),)}, "without cuda-cudart 13, of which it holds code"),
+        ({"parts": (("nvcc", "13.0.88"), ("cuda-cudart", "12.9"))}, "without cuda-cudart 13"),
+        ({"parts": (("nvcc", "13.0.87"), ("cuda-cudart", "13.0"))}, "without nvcc 13.0.88, the compiler of ffa_sm90"),
+        ({"commit": "fedcba9"}, "of another commit than ffa_sm90, which is of 0123abc"),
+        ({"text": b"{}"}, "that is no CycloneDX JSON"),
+        ({"text": b"\xff"}, "that is no CycloneDX JSON"),
+    ],
+)
+def test_doctored_sboms(tmp_path, targets, change, words):
+    files = {INSIDE: library(tmp_path)}
+    text, commit, more = (change.pop(key, None) for key in ("text", "commit", "more"))
+    told = {**change.pop("files", files), **({more: b""} if more else {})}
+    bom = sbom(told, **change)
+    if commit:
+        bom["metadata"]["component"]["pedigree"]["commits"] = [{"uid": commit}]
+    (found,) = check_wheel.check(wheel(tmp_path, files, bom=text or bom))
+    assert words in found
+
+
+def test_a_wheel_without_an_sbom(tmp_path, targets):
+    path = wheel(tmp_path, {INSIDE: library(tmp_path)})
+    with zipfile.ZipFile(path) as archive, zipfile.ZipFile(tmp_path / "bare.whl", "w") as bare:
+        for name in archive.namelist():
+            if "/sboms/" not in name:
+                bare.writestr(name, archive.read(name))
+    (tmp_path / "bare.whl").rename(path)
+    (found,) = check_wheel.check(path)
+    assert f"has no sboms/{KERNELS.file_name}.cdx.json" in found
+
+
+def test_what_an_sbom_has_to_name():
+    held = check_wheel.held_of_others
+    comm = matrix.find("magi-attention-comm-cu12", DATA)
+    assert held(comm, [], DATA) == {"cuda-cudart": "12.", "nvidia-nvshmem-cu12": DATA["cuda"]["cu12"]["nvshmem"]}
+    assert set(held(KERNELS, [INSIDE, "x.o"], DATA)) == {"cuda-cudart", *check_wheel.FA4_PACKAGES}
+    assert set(held(matrix.find("magi_attention", DATA), [], DATA)) == {"pybind11"}
 
 
 def main_wheel(folder: Path, python: str = "cp311", module: str = "cpython-311-x86_64-linux-gnu", **change) -> Path:
