@@ -4,17 +4,19 @@
 from __future__ import annotations
 
 import re
+import shlex
 import sys
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "ci"))
+sys.path[:0] = [str(ROOT / "ci"), str(ROOT / "docker")]
 
 import check_workflows as cw  # noqa: E402
 import lanes  # noqa: E402
 import matrix  # noqa: E402
+import publish  # noqa: E402
 
 yaml = pytest.importorskip("yaml", reason="PyYAML is not installed; pip install pyyaml brings it.")
 TEXTS = {path.stem: path.read_text() for path in cw.FOLDER.glob("*.yml")}
@@ -171,3 +173,54 @@ def test_what_is_published_was_checked_and_signed_first():
     sign = jobs["sign-image"]["steps"][-1]
     assert sign["run"] == 'cosign sign --yes "${RUNTIME}" "${TEST}"'
     assert sign["env"] == {name.upper(): f"${{{{ needs.image.outputs.{name} }}}}" for name in ("runtime", "test")}
+
+
+def verify_line() -> list[str]:
+    """The words of `cosign verify` in SECURITY.md."""
+    text = (ROOT / "SECURITY.md").read_text()
+    (block,) = re.findall(r"^```\n(cosign verify .*?)^```$", text, re.MULTILINE | re.DOTALL)
+    return shlex.split(block.replace("\\\n", " "))
+
+
+def identity(repository: str, ref: str, workflow: str) -> str:
+    """Who a job of GitHub is to Fulcio: the file of its workflow at the ref that started it."""
+    return f"https://github.com/{repository}/.github/workflows/{workflow}.yml@{ref}"
+
+
+def test_an_image_is_verified_as_it_is_signed(tmp_path):
+    """The line of SECURITY.md asks for the identity, the registry and the tag that the release workflow gives."""
+    words = verify_line()
+    options = dict(zip(words[3::2], words[4::2]))
+    assert words[:2] == ["cosign", "verify"] and len(words) == 3 + 2 * len(options)
+    repository, version = "OWNER/REPOSITORY", "VERSION"
+    (name,) = (name for name, text in TEXTS.items() if "cosign sign" in text)
+    workflow = yaml.safe_load(TEXTS[name])
+    jobs = workflow["jobs"]
+    (signs,) = (job for job in jobs.values() if any("cosign" in step.get("run", "") for step in job.get("steps", [])))
+    # The certificate names the workflow that a tag started; one that it calls would give its own name and no such tag.
+    assert "workflow_call" not in cw.triggers(workflow) and signs["if"] == "github.event_name == 'push'"
+    (pattern,) = cw.triggers(workflow)["push"]["tags"]
+    tag = pattern.replace("*", version)
+    assert options == {
+        "--certificate-oidc-issuer": "https://token.actions.githubusercontent.com",
+        "--certificate-identity": identity(repository, f"refs/tags/{tag}", name),
+    }
+    # Without a key, and so by the identity that this right gives.
+    assert signs["permissions"]["id-token"] == "write" and "--key" not in TEXTS[name]
+    # Of what was pushed: the name that the job gives to ci/publish_image, and the tag that docker/bake.hcl gives it.
+    (line,) = (step["run"] for step in jobs["image"]["steps"] if step.get("id") == "publish")
+    image = re.fullmatch(r'ci/publish_image "(.+)"', line)[1].replace("${GITHUB_REPOSITORY}", repository)
+    (tmp_path / "magi_attention-1.whl").touch()
+    pushed = publish.variables(image, tmp_path)["REPOSITORY"]
+    bake = (ROOT / "docker" / "bake.hcl").read_text()
+    tags = re.findall(r'"\$\{REPOSITORY\}:(.+?)"', bake)
+    assert "${VERSION}" in tags and words[2] == f"{pushed}:{version}"
+
+
+def test_a_wheel_is_verified_as_it_is_attested():
+    (line,) = re.findall(r"^gh attestation verify (.+)$", (ROOT / "SECURITY.md").read_text(), re.MULTILINE)
+    words = shlex.split(line)
+    (name,) = (name for name, text in TEXTS.items() if "actions/attest-build-provenance@" in text)
+    assert dict(zip(words[1::2], words[2::2])) == {
+        "--repo": "OWNER/REPOSITORY", "--signer-workflow": f"OWNER/REPOSITORY/.github/workflows/{name}.yml",
+    }  # fmt: skip
