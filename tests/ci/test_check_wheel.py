@@ -26,7 +26,7 @@ import check_wheel  # noqa: E402
 import matrix  # noqa: E402
 
 DATA = matrix.load()
-TAG = DATA["platform"]["tag"]
+TAG = DATA["platforms"]["x86_64"]["tag"]
 KERNELS = matrix.find("magi-attention-kernels-sm90-cu13", DATA)
 RECORD = info.BuildInfo(
     "ffa_sm90", V, abi.ABI_VERSION, "nvcc 13.0.88", ("sm_90a",), ("fwd",), "0123abc", KERNELS.name, "580"
@@ -299,7 +299,7 @@ def main_wheel(folder: Path, python: str = "cp311", module: str = "cpython-311-x
         "magi_attention/lib/libmagi_planner.so": library(folder / "planner", record),
         f"magi_attention/lib/_magi_host.{module}.so": host,
     }
-    pins = tuple(f"{w.name}=={V}; extra == 'x'" for w in matrix.wheels(DATA) if w.kind != "main")
+    pins = tuple(f"{n}=={V}; extra == 'x'" for n in matrix.names(DATA) if n != "magi_attention")
     kind = {"name": "magi_attention", "tags": f"{python}-{python}-{TAG}", "requires": pins, **change}
     return wheel(folder, files, **kind)
 
@@ -312,10 +312,40 @@ def test_the_main_wheel(tmp_path, targets):
     found = check_wheel.check(main_wheel(tmp_path, python="cp39"))
     assert any("is for cp39" in f for f in found)
     found = check_wheel.check(main_wheel(tmp_path, requires=("magi-attention-kernels-sm90-cu13>=1",)))
-    assert len(found) == len(matrix.wheels(DATA)) - 1 and all("must ask for magi-attention-" in f for f in found)
+    assert len(found) == len(matrix.names(DATA)) - 1 and all("must ask for magi-attention-" in f for f in found)
     targets.add("sm_90a")
     found = check_wheel.check(main_wheel(tmp_path))
     assert len(found) == 2 and all("its name says none" in f for f in found)
+
+
+def for_arm(body: bytes) -> bytes:
+    """The library with the machine number of aarch64 in its head."""
+    return body[:18] + (183).to_bytes(2, "little") + body[20:]
+
+
+def test_wheels_of_another_machine(tmp_path, targets, capsys):
+    """They are held to the tag, loader and module names of their machine; nothing of them is opened here."""
+    arm = DATA["platforms"]["aarch64"]["tag"]
+    body = library(tmp_path)
+    good = wheel(tmp_path, {INSIDE: for_arm(body)}, tags=f"py3-none-{arm}")
+    assert check_wheel.check(good) == [] == check_wheel.load(good)
+    assert "was not loaded, as it is for aarch64" in capsys.readouterr().out
+    (found,) = check_wheel.check(wheel(tmp_path, {INSIDE: body}, tags=f"py3-none-{arm}"))
+    assert "is for machine 62 of ELF, and aarch64 is 183" in found
+    (found,) = check_wheel.check(wheel(tmp_path, {INSIDE: for_arm(body)}))
+    assert "is for machine 183 of ELF, and x86_64 is 62" in found
+    flags = ("-Wl,--no-as-needed", fake(tmp_path, "ld-linux-x86-64.so.2"))
+    linked = library(tmp_path, flags=flags)
+    assert check_wheel.check(wheel(tmp_path, {INSIDE: linked})) == []
+    (found,) = check_wheel.check(wheel(tmp_path, {INSIDE: for_arm(linked)}, tags=f"py3-none-{arm}"))
+    assert "needs ld-linux-x86-64.so.2" in found
+    with pytest.raises(SystemExit, match="sm80-cu13 is built for x86_64, and not for aarch64"):
+        check_wheel.check(wheel(tmp_path, {}, "magi_attention_kernels_sm80_cu13", f"py3-none-{arm}"))
+    main = matrix.find("magi_attention", DATA, machine="aarch64")
+    names = ["magi_attention/lib/libmagi_planner.so", "magi_attention/lib/_magi_host.cpython-311-{}-linux-gnu.so"]
+    path = Path(f"magi_attention-{V}-cp311-cp311-{arm}.whl")
+    assert check_wheel.check_files(path, main, [name.format("aarch64") for name in names]) == []
+    assert len(check_wheel.check_files(path, main, [name.format("x86_64") for name in names])) == 1
 
 
 def test_a_library_that_does_not_load(tmp_path, targets):

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import sys
@@ -139,6 +140,19 @@ def test_pythons_are_those_of_the_matrix():
     assert set(chosen) <= set(pythons) and (chosen[0], chosen[-1]) == (pythons[0], pythons[-1])
 
 
+def test_a_wheel_is_built_on_a_runner_of_its_machine(capsys):
+    job = yaml.safe_load(TEXTS["wheels"])["jobs"]["build"]
+    assert job["runs-on"] == "${{ matrix.wheel.runner }}"
+    (lane,) = (step for step in job["steps"] if "ci/lane" in step.get("run", ""))
+    assert lane["run"].endswith('--only "${NAME}" --machine "${MACHINE}"')
+    assert lane["env"] == {name.upper(): f"${{{{ matrix.wheel.{name} }}}}" for name in ("name", "machine")}
+    assert matrix.main(["--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert {row["runner"].endswith("-arm") for row in rows if row["machine"] == "aarch64"} == {True}
+    assert not any("latest" in row["runner"] or "self-hosted" in row["runner"] for row in rows)
+    assert len({(row["kind"], row["name"], row["machine"]) for row in rows}) == len(rows)
+
+
 def test_what_is_published_was_checked_and_signed_first():
     release = yaml.safe_load(TEXTS["release"])
     jobs = release["jobs"]
@@ -154,7 +168,7 @@ def test_what_is_published_was_checked_and_signed_first():
     assert signed["uses"].startswith("actions/attest-build-provenance@")
     assert signed["with"] == {"subject-path": "dist/*.whl"}
     artifact = yaml.safe_load(TEXTS["wheels"])["jobs"]["build"]["steps"][-1]["with"]["name"]
-    assert artifact == "${{ matrix.wheel.kind }}-${{ matrix.wheel.name }}"
+    assert artifact == "${{ matrix.wheel.kind }}-${{ matrix.wheel.name }}-${{ matrix.wheel.machine }}"
     # Every kind of wheel is signed, released and in the image; nothing goes to the public index.
     kinds = {wheel.kind for wheel in matrix.wheels(matrix.load())}
     for name in ("attest", "release", "image"):
@@ -211,10 +225,10 @@ def test_an_image_is_verified_as_it_is_signed(tmp_path):
     (line,) = (step["run"] for step in jobs["image"]["steps"] if step.get("id") == "publish")
     image = re.fullmatch(r'ci/publish_image "(.+)"', line)[1].replace("${GITHUB_REPOSITORY}", repository)
     (tmp_path / "magi_attention-1.whl").touch()
-    pushed = publish.variables(image, tmp_path)["REPOSITORY"]
+    values = publish.variables(image, tmp_path)
     bake = (ROOT / "docker" / "bake.hcl").read_text()
     tags = re.findall(r'"\$\{REPOSITORY\}:(.+?)"', bake)
-    assert "${VERSION}" in tags and words[2] == f"{pushed}:{version}"
+    assert "${VERSION}${SUFFIX}" in tags and words[2] == f"{values['REPOSITORY']}:{version}" and not values["SUFFIX"]
 
 
 def test_a_wheel_is_verified_as_it_is_attested():
