@@ -30,9 +30,10 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "ci")]
+sys.path[:0] = [str(ROOT), str(ROOT / "ci"), str(ROOT / "wheels")]
 
 import matrix  # noqa: E402
+import variants  # noqa: E402
 
 from magi_attention.errors import UnsupportedError  # noqa: E402
 from magi_attention.native import abi, info  # noqa: E402
@@ -261,6 +262,8 @@ def machine_of(path: Path, data: dict) -> str:
 def check(path: Path, data: dict | None = None, platform: str | None = None) -> list[str]:
     """Everything that is wrong with the wheel at ``path``. ``platform``: a pattern; the tag of the matrix if None."""
     data = matrix.load() if data is None else data
+    if variants.label_of(path):  # a copy of a wheel that was held to the rest
+        return variants.problems(path, data)
     wheel = matrix.find(path.name.split("-")[0], data, machine=machine_of(path, data))
     release = path.name.split("-")[1]
     found = []

@@ -3,6 +3,7 @@
 
     ci/build_wheels [--only NAME] [--python 3.12 ...] [--cuda-home DIR ...] [--out DIR] [--twice] [--fa4]
     ci/build_wheels --machine aarch64 --cuda-home DIR
+    ci/build_wheels --variants                  kernels under one name as well, by the GPU: wheels/variants.py
     ci/build_wheels --engine cibuildwheel [--dry-run]
 
 Here, every wheel is built from a copy of the files that git knows, so that nothing left over gets into one. A wheel
@@ -37,9 +38,10 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "ci")]
+sys.path[:0] = [str(ROOT), str(ROOT / "ci"), str(ROOT / "wheels")]
 
 import matrix  # noqa: E402
+import variants  # noqa: E402
 
 from magi_attention.errors import BuildError  # noqa: E402
 from magi_attention.native import toolchain  # noqa: E402
@@ -349,6 +351,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--machine", default=HERE, choices=machines, help="of the wheels, this one by default")
     parser.add_argument("--system-linker", action="store_true", help="link for the glibc of this machine")
     parser.add_argument("--fa4", action="store_true", help="compile kernels of FlashAttention-4 into the wheel sm100")
+    parser.add_argument("--variants", action="store_true", help="add kernels as wheel variants, a draft format")
     parser.add_argument("--twice", action="store_true", help="build again in another folder and compare")
     parser.add_argument("--dry-run", action="store_true", help="with cibuildwheel: print the commands")
     options = parser.parse_args(arguments)
@@ -365,6 +368,12 @@ def main(arguments: list[str] | None = None) -> int:
     here = f"{sys.version_info[0]}.{sys.version_info[1]}"
     tools = environment_of(Path(sys.executable), WORK / f"venv-{here}")
     code = check_wheels(tools, made, not options.system_linker)
+    if options.variants:
+        for wheel in (path for path in made if "_kernels_" in path.name):
+            variant = variants.make(wheel, wheel.parent, matrix.load())
+            problems = variants.problems(variant, matrix.load())
+            code = code or int(bool(problems))
+            say("\n".join(problems) or f"{variant.name}, good")
     if options.twice:
         again = build_here(options, WORK / "again" / "source", WORK / "again" / "dist", is_fresh=True)
         if (revision(), source_key(sources())) != before:
