@@ -14,7 +14,6 @@ import sys
 from pathlib import Path
 
 from setuptools import Command, setup
-from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build import build as build_command
 from setuptools.command.build_py import build_py
 from setuptools.dist import Distribution
@@ -22,11 +21,14 @@ from setuptools.errors import CompileError
 
 ROOT = Path(__file__).resolve().parent
 DOWNLOADS = (
-    "pip downloads what is missing of torch, numpy, rich and tomli, and for the build of ninja and pybind11. torch "
-    "with CUDA is 2.7 GB; `pip install torch --index-url https://download.pytorch.org/whl/cpu` first takes its CPU "
-    "build, 0.2 GB."
+    "pip downloads what is missing of torch, numpy, rich and tomli, and for the build of cyclonedx-python-lib, ninja "
+    "and pybind11. torch with CUDA is 2.7 GB; `pip install torch --index-url https://download.pytorch.org/whl/cpu` "
+    "first takes its CPU build, 0.2 GB."
 )
 sys.path.insert(0, str(ROOT))  # an isolated build starts without the source folder
+sys.path.append(str(ROOT / "wheels"))
+
+from wheel_sbom import WheelWithSbom  # noqa: E402
 
 from magi_attention.env import build as env  # noqa: E402
 from magi_attention.errors import BuildError  # noqa: E402
@@ -150,7 +152,7 @@ class BuildPy(build_py):
             shutil.copy2(source, target)
 
 
-class Wheel(bdist_wheel):
+class Wheel(WheelWithSbom):
     """One wheel for every Python of the platform, unless it holds the host module, which is built for one.
 
     The other libraries have a C interface and no Python in them.

@@ -4,10 +4,12 @@
 
     python ci/check_wheel.py [--load] [--any-platform] WHEEL ...
 
-Per wheel: its name and tags are those of ci/matrix.json and fit the files in it; its size; each library needs only what
+Per wheel: its name and tags are those of ci/matrix.json and fit the files in it; its size; each library is for the
+machine of the tag, which may be another than this one, needs only what
 every system has (no libtorch, no libcudart), searches only beside itself, exports only magi_* and the module's init,
-asks no newer glibc than the tag says, holds GPU code of exactly its family, and has a record of this version. --load
-also opens the libraries with a C interface, which needs no GPU. Needs readelf, and cuobjdump for wheels of kernels.
+asks no newer glibc than the tag says, holds GPU code of exactly its family, and has a record of this version. Its SBOM
+names this version, its libraries as they are, and what they hold of others. --load also opens the libraries with a C
+interface, which needs no GPU. Needs readelf, and cuobjdump for wheels of kernels.
 """
 
 from __future__ import annotations
@@ -15,7 +17,10 @@ from __future__ import annotations
 import argparse
 import ctypes
 import email
+import hashlib
+import json
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -25,9 +30,10 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "ci")]
+sys.path[:0] = [str(ROOT), str(ROOT / "ci"), str(ROOT / "wheels")]
 
 import matrix  # noqa: E402
+import variants  # noqa: E402
 
 from magi_attention.errors import UnsupportedError  # noqa: E402
 from magi_attention.native import abi, info  # noqa: E402
@@ -35,9 +41,11 @@ from magi_attention.native.comm import nvshmem  # noqa: E402
 from magi_attention.native.wheels import NAMESPACE  # noqa: E402
 
 NEEDED = {
-    *("libc.so.6", "libm.so.6", "libdl.so.2", "libpthread.so.0", "librt.so.1", "ld-linux-x86-64.so.2"),
-    *("libgcc_s.so.1", "libstdc++.so.6"),
+    *("libc.so.6", "libm.so.6", "libdl.so.2", "libpthread.so.0", "librt.so.1", "libgcc_s.so.1", "libstdc++.so.6"),
 }
+LOADERS = {"x86_64": "ld-linux-x86-64.so.2", "aarch64": "ld-linux-aarch64.so.1"}
+ELF_MACHINES = {"x86_64": 62, "aarch64": 183}  # e_machine of the file's head
+FA4_PACKAGES = ("flash-attn-4", "quack-kernels", "nvidia-cutlass-dsl")  # whose code its kernels hold
 PARTS = {"kernels": (NAMESPACE,), "comm": (NAMESPACE,), "main": ("magi_attention",)}
 
 
@@ -84,11 +92,19 @@ def build_paths(content: bytes) -> list[str]:
     return sorted({path.decode(errors="replace") for path in (*files, *folders)})
 
 
-def check_library(library: Path, wheel: matrix.Wheel, data: dict, release: str) -> list[str]:
-    """What is wrong with one .so, as sentences without its name."""
+def elf_machine(library: Path) -> int:
+    """The number of the machine in the head of an ELF file, 0 if it is none."""
+    head = library.read_bytes()[:20]
+    return int.from_bytes(head[18:20], "little") if head[:4] == b"\x7fELF" and len(head) == 20 else 0
+
+
+def check_library(library: Path, wheel: matrix.Wheel, glibc: str, release: str) -> list[str]:
+    """What is wrong with one .so, as sentences without its name. ``glibc``: the newest that it may ask for."""
     found = []
+    if (number := elf_machine(library)) != ELF_MACHINES[wheel.machine]:
+        found.append(f"is for machine {number} of ELF, and {wheel.machine} is {ELF_MACHINES[wheel.machine]}")
     dynamic = run(["readelf", "-dW", str(library)])
-    if extra := sorted(set(re.findall(r"\(NEEDED\).*\[(.+)\]", dynamic)) - NEEDED):
+    if extra := sorted(set(re.findall(r"\(NEEDED\).*\[(.+)\]", dynamic)) - NEEDED - {LOADERS[wheel.machine]}):
         found.append(f"needs {', '.join(extra)}, which a system may lack; link it statically or load it at run time")
     paths = [p for text in re.findall(r"\((?:RPATH|RUNPATH)\).*\[(.*)\]", dynamic) for p in text.split(":")]
     if wrong := [p for p in paths if p not in ("$ORIGIN", "$ORIGIN/")]:
@@ -98,8 +114,8 @@ def check_library(library: Path, wheel: matrix.Wheel, data: dict, release: str) 
         found.append(f"exports {', '.join(names[:5])}; only magi_* may be seen by other libraries")
     asked = re.findall(r"GLIBC_(\d[\d.]*)", run(["readelf", "-VW", str(library)]))
     newest = max(map(matrix.version, asked), default=())
-    if newest > matrix.version(data["platform"]["glibc"]):
-        found.append(f"needs glibc {'.'.join(map(str, newest))}, and the tag says {data['platform']['glibc']}")
+    if newest > matrix.version(glibc):
+        found.append(f"needs glibc {'.'.join(map(str, newest))}, and the tag says {glibc}")
     if paths := build_paths(library.read_bytes()):
         found.append(f"holds {', '.join(paths[:3])} of the machine that built it; map or leave out such paths")
     wanted, have = set(filter(None, wheel.target.split(","))), gpu_targets(library)
@@ -133,7 +149,7 @@ def check_tags(path: Path, wheel: matrix.Wheel, text: str, data: dict, platform:
         found.append(f"is for {python}; {wheel.name} is built for {', '.join(wheel.pythons)}.")
     if abi_tag != ("none" if python == "py3" else python):
         found.append(f"has ABI tag {abi_tag}, which does not go with {python}.")
-    wanted = data["platform"]["tag"] if platform is None else platform
+    wanted = data["platforms"][wheel.machine]["tag"] if platform is None else platform
     if not any(re.fullmatch(wanted, p) for p in platforms.split(".")):
         found.append(f"has platform {platforms}, and it must be {wanted}.")
     fields = email.message_from_string(text)
@@ -155,8 +171,7 @@ def check_files(path: Path, wheel: matrix.Wheel, names: list[str]) -> list[str]:
     libraries = {Path(name).name for name in names if re.search(r"\.so(\.|$)", name)}
     if wheel.kind == "main":
         python = path.stem.split("-")[-3]
-        platform = matrix.load()["platform"]["machine"]
-        wanted = {"libmagi_planner.so", f"_magi_host.cpython-{python[2:]}-{platform}-linux-gnu.so"}
+        wanted = {"libmagi_planner.so", f"_magi_host.cpython-{python[2:]}-{wheel.machine}-linux-gnu.so"}
     elif wheel.kind == "kernels":
         wanted = {f"libmagi_ffa_{wheel.arch}.so"}
     else:
@@ -179,7 +194,7 @@ def check_objects(wheel: matrix.Wheel, names: list[str]) -> list[str]:
     kinds = {Path(n).name.partition("-")[0] for n in objects}
     if kinds != {"fwd", "bwd", "bwd_pre", "bwd_post"} or any("-sm_100f-" not in n for n in objects):
         found.append(f"holds objects of {', '.join(sorted(kinds))}; all must be for sm_100f, in both directions.")
-    for package in ("flash-attn-4", "quack-kernels", "nvidia-cutlass-dsl"):
+    for package in FA4_PACKAGES:
         if not any(n.startswith(f"{next(iter(folders))}/{package}.LICENSE") for n in names):
             found.append(f"holds kernels with code of {package}, but not its licence.")
     return found
@@ -187,7 +202,7 @@ def check_objects(wheel: matrix.Wheel, names: list[str]) -> list[str]:
 
 def check_pins(wheel: matrix.Wheel, text: str, release: str, data: dict) -> list[str]:
     """What is wrong with the versions that it asks of the other wheels, in METADATA."""
-    wanted = {"magi_attention"} if wheel.kind != "main" else {w.name for w in matrix.wheels(data) if w.kind != "main"}
+    wanted = {"magi_attention"} if wheel.kind != "main" else set(matrix.names(data)) - {wheel.name}
     requirements = email.message_from_string(text).get_all("Requires-Dist", [])
     parsed = {re.split(r"[^\w.-]", r)[0].replace("_", "-"): r.replace(" ", "") for r in requirements}
     asked = {n: parsed.get(n.replace("_", "-"), "").partition(";")[0] for n in sorted(wanted)}
@@ -195,10 +210,61 @@ def check_pins(wheel: matrix.Wheel, text: str, release: str, data: dict) -> list
     return [f"must ask for {name}=={release}, of the same release." for name in bad]
 
 
+def held_of_others(wheel: matrix.Wheel, names: list[str], data: dict) -> dict[str, str]:
+    """What the SBOM has to name, and how each version begins."""
+    if wheel.kind == "main":
+        return {"pybind11": ""}
+    wanted = {"cuda-cudart": f"{wheel.cuda[2:]}."}
+    if wheel.kind == "comm":
+        wanted[f"nvidia-nvshmem-{wheel.cuda}"] = data["cuda"][wheel.cuda]["nvshmem"]
+    return wanted | {package: "" for package in FA4_PACKAGES if any(name.endswith(".o") for name in names)}
+
+
+def check_sbom(
+    wheel: matrix.Wheel, contents: dict[str, bytes], records: list[info.BuildInfo], release: str, data: dict
+) -> list[str]:
+    """What is wrong with the SBOM. ``contents`` of the files by name; ``records`` of the libraries among them."""
+    file = f"sboms/{wheel.file_name}.cdx.json"
+    text = next((body for name, body in contents.items() if name.endswith(f".dist-info/{file}")), None)
+    if text is None:
+        return [f"has no {file} beside its metadata; build it where cyclonedx-python-lib is installed."]
+    try:
+        bom = json.loads(text)
+        whole, components = bom["metadata"]["component"], bom["components"]
+        of_files = {c["name"]: c["hashes"][0]["content"] for c in components if c["type"] == "file"}
+        parts = {(c["name"], c.get("version", "")) for c in components}
+        named, commits = (whole["name"], whole["version"]), whole.get("pedigree", {}).get("commits", [])
+    except (ValueError, LookupError, TypeError):
+        return [f"has a {file} that is no CycloneDX JSON of a wheel."]
+    found = []
+    if bom.get("bomFormat") != "CycloneDX" or named != (wheel.name, release):
+        found.append(f"has an SBOM of {' '.join(map(str, named))}, and it is {wheel.name} {release}.")
+    have = {n: hashlib.sha256(body).hexdigest() for n, body in contents.items() if re.search(r"\.so(\.|$)", n)}
+    if wrong := sorted(n for n in have.keys() | of_files.keys() if have.get(n) != of_files.get(n)):
+        found.append(f"has another {', '.join(wrong)} than its SBOM says.")
+    for name, start in held_of_others(wheel, list(contents), data).items():
+        if not any(part == name and version.startswith(start) for part, version in parts):
+            found.append(f"has an SBOM without {name} {start}".rstrip(" .") + ", of which it holds code.")
+    for record in records:
+        if tuple(record.compiler.split(" ", 1)) not in parts:
+            found.append(f"has an SBOM without {record.compiler}, the compiler of {record.name}.")
+        if record.revision and [c.get("uid") for c in commits] != [record.revision.removesuffix("-dirty")]:
+            found.append(f"has an SBOM of another commit than {record.name}, which is of {record.revision}.")
+    return found
+
+
+def machine_of(path: Path, data: dict) -> str:
+    """The machine that the platform tag of a wheel ends with; that of the matrix where it names none."""
+    tag = path.stem.rpartition("-")[2]
+    return next((machine for machine in data["platforms"] if tag.endswith(f"_{machine}")), matrix.MACHINE)
+
+
 def check(path: Path, data: dict | None = None, platform: str | None = None) -> list[str]:
     """Everything that is wrong with the wheel at ``path``. ``platform``: a pattern; the tag of the matrix if None."""
     data = matrix.load() if data is None else data
-    wheel = matrix.find(path.name.split("-")[0], data)
+    if variants.label_of(path):  # a copy of a wheel that was held to the rest
+        return variants.problems(path, data)
+    wheel = matrix.find(path.name.split("-")[0], data, machine=machine_of(path, data))
     release = path.name.split("-")[1]
     found = []
     megabytes = path.stat().st_size / 1e6
@@ -206,6 +272,7 @@ def check(path: Path, data: dict | None = None, platform: str | None = None) -> 
         found.append(f"is {megabytes:.1f} MB, and the limit is {wheel.max_mb} MB.")
     with zipfile.ZipFile(path) as archive, tempfile.TemporaryDirectory() as folder:
         names = [n for n in archive.namelist() if not n.endswith("/")]
+        records = []
         texts = {Path(n).name: archive.read(n).decode() for n in names if n.endswith(("/WHEEL", "/METADATA"))}
         found += check_tags(path, wheel, texts.get("WHEEL", ""), data, platform)
         found += check_files(path, wheel, names)
@@ -213,14 +280,21 @@ def check(path: Path, data: dict | None = None, platform: str | None = None) -> 
         for name in names:
             if re.search(r"\.so(\.|$)", name):
                 library = Path(archive.extract(name, folder))
-                glibc = data if platform is None else {**data, "platform": {**data["platform"], "glibc": "99"}}
+                glibc = data["platforms"][wheel.machine]["glibc"] if platform is None else "99"
                 found += [f"{name} {problem}." for problem in check_library(library, wheel, glibc, release)]
+                records.append(info.read_info(library))
+        contents = {name: archive.read(name) for name in names}
+        found += check_sbom(wheel, contents, [r for r in records if r is not None], release, data)
     return [f"{path.name}: {problem}" for problem in found]
 
 
 def load(path: Path) -> list[str]:
-    """Opens each library with a C interface and asks it for its record; returns what went wrong."""
+    """Opens each library with a C interface and asks it for its record; returns what went wrong. A library for another
+    machine cannot be opened here, and is left to a runner of that machine."""
     found = []
+    if (machine := machine_of(path, matrix.load())) != platform.machine():
+        print(f"{path.name}: was not loaded, as it is for {machine}.")
+        return []
     with zipfile.ZipFile(path) as archive, tempfile.TemporaryDirectory() as folder:
         for name in (n for n in archive.namelist() if re.search(r"/lib\w+\.so$", n)):
             library = Path(archive.extract(name, folder))

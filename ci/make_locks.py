@@ -25,8 +25,8 @@ LOCKS: dict[str, tuple[str, ...]] = {
     "lint": ("clang-format", "pyyaml", "ruff"),
     "test": (
         *("torch", "numpy", "rich", "tomli", "setuptools"),
-        *("hypothesis", "kubernetes-validate", "matplotlib", "mypy", "ninja", "pybind11"),
-        *("pytest", "pytest-xdist", "pyyaml"),
+        *("cyclonedx-python-lib", "hypothesis", "kubernetes-validate", "matplotlib", "mypy", "ninja", "pybind11"),
+        *("pytest", "pytest-xdist", "pyyaml", "uv"),
     ),
     # Beside a torch and a numpy that are there: those of a GPU machine fit its driver.
     "gpu": ("rich", "tomli", "setuptools", "hypothesis", "ninja", "pybind11", "pytest", "pyyaml"),

@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Reads ci/matrix.json, the only place for CUDA versions, GPU families, images, Pythons, torch versions, size limits.
+"""Reads ci/matrix.json, the only place for CUDA versions, GPU families, machines, images, Pythons, torch, size limits.
 
     python ci/matrix.py                          what is built, as a table; fails if the file is not as it should be
     python ci/matrix.py --json                   the same for a workflow: kernels first, the main package last
     python ci/matrix.py --output                 the same as the output `wheels` of a step of a workflow
     python ci/matrix.py --cibuildwheel NAME      environment variables of cibuildwheel for one of them
     python ci/matrix.py --image                  variables of docker/bake.hcl; fails without the digest of the base
+    ... --machine aarch64                        the same two for another machine than x86_64
     python ci/matrix.py --tag refs/tags/v1.2.3   fails if a release of that tag would have another version, or no index
 
 A GPU family is built as soon as csrc/ffa holds its folder. Standard library only.
@@ -25,16 +26,20 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 FILE = Path(__file__).with_name("matrix.json")
+MACHINE = "x86_64"  # where nothing else is asked for
 _TABLES: dict[str, dict[str, type]] = {
     "torch": {"oldest": str, "development": str, "tested": list},
-    "platform": {"tag": str, "glibc": str, "machine": str, "image": str},
     "image": {
-        **{"base": str, "tag": str, "digest": str, "python": str, "torch": str, "cuda": str, "max_layers_mb": int},
+        **{"base": str, "tag": str, "digest": dict, "python": str, "torch": str, "cuda": str, "max_layers_mb": int},
         **{"stand_in": str, "stand_in_python": str},
     },
 }
 _ENTRIES: dict[str, dict[str, type]] = {
-    "archs": {"target": str, "sources": str, "cuda": list, "gpus": str},
+    "platforms": {
+        **{"tag": str, "glibc": str, "image": str, "runner": str, "docker": str},
+        **{"compiler": str, "cuda_target": str},
+    },
+    "archs": {"target": str, "sources": str, "cuda": dict, "gpus": str},
     "cuda": {"oldest_nvcc": str, "min_driver": str, "image": str, "nvshmem": str, "guard": bool},
     "packages": {"name": str, "max_mb": int},
 }
@@ -42,7 +47,7 @@ _ENTRIES: dict[str, dict[str, type]] = {
 
 @dataclass(frozen=True)
 class Wheel:
-    """One distribution. ``pythons`` are tags such as "cp310", or ("py3",).
+    """One distribution for one machine. ``pythons`` are tags such as "cp310", or ("py3",).
 
     ``arch`` of kernels, ``cuda`` of them and of collectives, ``target``: of the GPU code inside, separated by commas.
     """
@@ -54,6 +59,7 @@ class Wheel:
     arch: str = ""
     cuda: str = ""
     target: str = ""
+    machine: str = MACHINE
 
     @property
     def file_name(self) -> str:
@@ -88,18 +94,22 @@ def problems(data: dict) -> list[str]:
         found.append("pythons must be versions such as 3.10.")
     if version(data["torch"]["oldest"]) > version(data["torch"]["tested"][0]):
         found.append("torch.tested begins before torch.oldest.")
-    platform = data["platform"]
-    if platform["tag"] != f"manylinux_{platform['glibc'].replace('.', '_')}_{platform['machine']}":
-        found.append("platform.tag does not say its glibc and machine.")
+    machines = data["platforms"]
+    for machine, platform in machines.items():
+        if platform["tag"] != f"manylinux_{platform['glibc'].replace('.', '_')}_{machine}":
+            found.append(f"platforms.{machine}.tag does not say its glibc and machine.")
     for arch, row in data["archs"].items():
         if not re.fullmatch(rf"{arch[:2]}_{arch[2:]}[af]?", row["target"]):
             found.append(f"archs.{arch}.target is {row['target']}, which is another family.")
-        if not row["cuda"] or not set(row["cuda"]) <= set(data["cuda"]):
-            found.append(f"archs.{arch}.cuda is {row['cuda']}; name some of {', '.join(data['cuda'])}.")
+        cudas = {cuda for listed in row["cuda"].values() for cuda in listed}
+        if set(row["cuda"]) != set(machines) or not cudas or not cudas <= set(data["cuda"]):
+            some = ", ".join(data["cuda"])
+            found.append(f"archs.{arch}.cuda is {row['cuda']}; name some of {some} for each machine.")
     for cuda, row in data["cuda"].items():
         if not re.fullmatch(r"cu\d+", cuda) or version(row["oldest_nvcc"])[0] != int(cuda[2:]):
             found.append(f"cuda.{cuda}.oldest_nvcc is {row['oldest_nvcc']}, which is another major version.")
-        if f"_{cuda.replace('cu', 'cuda')}_" not in row["image"] or platform["tag"] not in row["image"]:
+        names = [row["image"].replace("{machine}", machine) for machine in machines]
+        if any(f"{p['tag']}_{cuda.replace('cu', 'cuda')}_" not in n for p, n in zip(machines.values(), names)):
             found.append(f"cuda.{cuda}.image is not named by the platform and CUDA.")
     found += image_problems(data)
     if {name for name, row in data["packages"].items() if row["max_mb"] > 100}:
@@ -110,8 +120,11 @@ def problems(data: dict) -> list[str]:
 def image_problems(data: dict) -> list[str]:
     """What is wrong with the base of the images. An unknown digest is empty: good for trying, not for a release."""
     row, found = data["image"], []
-    if not re.fullmatch(r"(sha256:[0-9a-f]{64})?", row["digest"]):
-        found.append(f"image.digest is {row['digest']!r}; it is sha256: and 64 hex digits, or empty if unknown.")
+    for machine, digest in row["digest"].items():
+        if not re.fullmatch(r"(sha256:[0-9a-f]{64})?", digest):
+            found.append(f"image.digest.{machine} is {digest!r}; it is sha256: and 64 hex digits, or empty if unknown.")
+    if set(row["digest"]) != set(data["platforms"]):
+        found.append(f"image.digest is of {', '.join(row['digest'])}; give one, or an empty one, for each machine.")
     if not re.fullmatch(r"[\w.-]+", row["tag"]) or row["tag"] == "latest":
         found.append(f"image.tag is {row['tag']!r}; give the tag of one release.")
     if not {row["python"], row["stand_in_python"]} <= set(data["pythons"]):
@@ -123,11 +136,11 @@ def image_problems(data: dict) -> list[str]:
     return found
 
 
-def image_arguments(data: dict, base: str = "", root: Path = ROOT) -> dict[str, str]:
+def image_arguments(data: dict, base: str = "", root: Path = ROOT, machine: str = MACHINE) -> dict[str, str]:
     """Build arguments of docker/Dockerfile and variables of docker/bake.hcl. ``base`` is another base to build on."""
     row = data["image"]
     name = base or f"{row['base']}:{row['tag']}"
-    digest = "" if base else row["digest"]
+    digest = "" if base else row["digest"][machine]
     git = ["git", "-C", str(root), "log", "-1", "--format=%H %cI"]
     said = subprocess.run(git, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True).stdout.split()
     revision, created = said or ("", "")
@@ -137,11 +150,18 @@ def image_arguments(data: dict, base: str = "", root: Path = ROOT) -> dict[str, 
         "BASE_DIGEST": digest,
         "CUDA": row["cuda"],
         "NVSHMEM": data["cuda"][row["cuda"]]["nvshmem"],
-        "ARCHS": ",".join(archs(data, root)),
+        "ARCHS": ",".join(archs(data, root, machine, row["cuda"])),
         "VERSION": package_version(root),
         "REVISION": revision,
         "CREATED": created,
     }
+
+
+def bake_variables(data: dict, machine: str = MACHINE) -> dict[str, str]:
+    """What docker/bake.hcl takes for the images of one machine. Those of another than ``MACHINE`` are tagged by it."""
+    suffix = "" if machine == MACHINE else f"-{machine}"
+    platform = data["platforms"][machine]["docker"]
+    return {**image_arguments(data, machine=machine), "PLATFORM": platform, "SUFFIX": suffix}
 
 
 def version(text: str) -> tuple[int, ...]:
@@ -149,55 +169,70 @@ def version(text: str) -> tuple[int, ...]:
     return tuple(map(int, text.split(".")))
 
 
-def archs(data: dict, root: Path = ROOT) -> list[str]:
-    """GPU families that have sources here."""
-    return [arch for arch, row in data["archs"].items() if (root / "csrc" / "ffa" / row["sources"]).is_dir()]
+def archs(data: dict, root: Path = ROOT, machine: str = "", cuda: str = "") -> list[str]:
+    """GPU families that have sources here; those that are built for that machine and CUDA, if any are named."""
+    here = [arch for arch, row in data["archs"].items() if (root / "csrc" / "ffa" / row["sources"]).is_dir()]
+    return [a for a in here if not machine or cuda in data["archs"][a]["cuda"][machine]]
 
 
 def wheels(data: dict, root: Path = ROOT) -> list[Wheel]:
-    """Every distribution of this checkout, in the order of a release: the main package pins the others."""
+    """Every distribution of this checkout, for each machine; in the order of a release: the main package pins the
+    others."""
     row = data["packages"]["kernels"]
     out = [
         Wheel(
             "kernels", row["name"].format(arch=arch, cuda=cuda), ("py3",), row["max_mb"], arch, cuda,
-            data["archs"][arch]["target"],
+            data["archs"][arch]["target"], machine,
         )
+        for machine in data["platforms"]
         for arch in archs(data, root)
-        for cuda in data["archs"][arch]["cuda"]
+        for cuda in data["archs"][arch]["cuda"][machine]
     ]  # fmt: skip
     if (root / "wheels" / "comm").is_dir():
         row = data["packages"]["comm"]
-        names = {cuda: row["name"].format(cuda=cuda) for cuda in data["cuda"]}
         # Attention runs beside transfers on the GPUs that have kernels of their own for it.
-        beside = (row for row in data["archs"].values() if row["sources"] != "portable")
+        beside = [row for row in data["archs"].values() if row["sources"] != "portable"]
         plain = ",".join(row["target"].rstrip("af") for row in beside)
-        out += [Wheel("comm", name, ("py3",), row["max_mb"], "", cuda, plain) for cuda, name in names.items()]
+        out += [
+            Wheel("comm", row["name"].format(cuda=cuda), ("py3",), row["max_mb"], "", cuda, plain, machine)
+            for machine in data["platforms"]
+            for cuda in data["cuda"]
+            if any(cuda in one["cuda"][machine] for one in beside)
+        ]
     row = data["packages"]["main"]
     tags = tuple(f"cp{python.replace('.', '')}" for python in data["pythons"])
-    return [*out, Wheel("main", row["name"], tags, row["max_mb"])]
+    return [*out, *(Wheel("main", row["name"], tags, row["max_mb"], machine=machine) for machine in data["platforms"])]
 
 
-def find(name: str, data: dict, root: Path = ROOT) -> Wheel:
-    """The distribution called ``name``, as in an index or as in a file name."""
-    known = wheels(data, root)
+def names(data: dict, root: Path = ROOT) -> list[str]:
+    """Of the distributions, each once, in the order of ``wheels``."""
+    return list(dict.fromkeys(wheel.name for wheel in wheels(data, root)))
+
+
+def find(name: str, data: dict, root: Path = ROOT, machine: str = MACHINE) -> Wheel:
+    """The distribution called ``name``, as in an index or as in a file name, for ``machine``."""
+    known = [wheel for wheel in wheels(data, root) if name in (wheel.name, wheel.file_name)]
     for wheel in known:
-        if name in (wheel.name, wheel.file_name):
+        if wheel.machine == machine:
             return wheel
-    raise SystemExit(f"No wheel is called {name}; ci/matrix.json has {', '.join(w.name for w in known)}.")
+    if known:
+        raise SystemExit(f"{known[0].name} is built for {', '.join(w.machine for w in known)}, and not for {machine}.")
+    raise SystemExit(f"No wheel is called {name}; ci/matrix.json has {', '.join(names(data, root))}.")
 
 
 def cibuildwheel(wheel: Wheel, data: dict) -> dict[str, str]:
     """Environment of ``cibuildwheel <wheel.folder>``; what is the same for all stands in the pyproject.toml there."""
-    platform = data["platform"]
-    suffix = f"-manylinux_{platform['machine']}"
+    platform = data["platforms"][wheel.machine]
+    suffix = f"-manylinux_{wheel.machine}"
     if wheel.kind == "main":
         image, pythons = platform["image"], wheel.pythons
     else:  # one build for every Python, so any will do
-        image, pythons = data["cuda"][wheel.cuda]["image"], (f"cp{data['pythons'][2].replace('.', '')}",)
+        image = data["cuda"][wheel.cuda]["image"].replace("{machine}", wheel.machine)
+        pythons = (f"cp{data['pythons'][2].replace('.', '')}",)
     return {
         "CIBW_BUILD": " ".join(python + suffix for python in pythons),
-        f"CIBW_MANYLINUX_{platform['machine'].upper()}_IMAGE": image,
-        "CIBW_ARCHS": platform["machine"],
+        f"CIBW_MANYLINUX_{wheel.machine.upper()}_IMAGE": image,
+        "CIBW_ARCHS": wheel.machine,
         "MAGI_WHEEL_ARCH": wheel.arch,
         "MAGI_WHEEL_CUDA": wheel.cuda,
         # The Python that wheels/kernels/pyproject.toml prepares, to compile kernels of FlashAttention-4.
@@ -211,12 +246,12 @@ def package_version(root: Path = ROOT) -> str:
     return re.search(r'__version__ = "(.+)"', (root / "magi_attention" / "version.py").read_text())[1]
 
 
-def print_image(data: dict) -> int:
+def print_image(data: dict, machine: str = MACHINE) -> int:
     """Prints what a release builds its images with; 1 and a sentence if the base is not known by its digest."""
-    arguments = image_arguments(data)
+    arguments = bake_variables(data, machine)
     if not arguments["BASE_DIGEST"]:
         print(
-            "image.digest in ci/matrix.json is empty, so a release would be built on whatever "
+            f"image.digest.{machine} in ci/matrix.json is empty, so a release would be built on whatever "
             f"{arguments['BASE_NAME']} is that day; fill in what `docker buildx imagetools inspect` says of it.",
             file=sys.stderr,
         )
@@ -249,6 +284,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--output", action="store_true", help="append wheels=JSON to the file that GITHUB_OUTPUT names")
     parser.add_argument("--cibuildwheel", metavar="NAME", help="print NAME=value lines for this wheel")
     parser.add_argument("--image", action="store_true", help="print NAME=value lines for a release of the images")
+    parser.add_argument("--machine", default=MACHINE, help="for which of those two are asked for, x86_64 by default")
     parser.add_argument("--tag", metavar="REF", help="fail if this tag is not that of the version here")
     options = parser.parse_args(arguments)
     data = load()
@@ -258,12 +294,14 @@ def main(arguments: list[str]) -> int:
     if options.tag:
         return check_tag(options.tag)
     if options.image:
-        return print_image(data)
+        return print_image(data, options.machine)
     if options.cibuildwheel:
-        for key, value in cibuildwheel(find(options.cibuildwheel, data), data).items():
+        wheel = find(options.cibuildwheel, data, machine=options.machine)
+        for key, value in cibuildwheel(wheel, data).items():
             print(f"{key}={value}")
     elif options.json or options.output:
-        text = json.dumps([{**asdict(w), "folder": w.folder} for w in wheels(data)])
+        runners = {machine: row["runner"] for machine, row in data["platforms"].items()}
+        text = json.dumps([{**asdict(w), "folder": w.folder, "runner": runners[w.machine]} for w in wheels(data)])
         if options.json:
             print(text)
         elif not (file := os.environ.get("GITHUB_OUTPUT")):
@@ -273,7 +311,7 @@ def main(arguments: list[str]) -> int:
                 stream.write(f"wheels={text}\n")
     else:
         for w in wheels(data):
-            print(f"{w.name:36} {' '.join(w.pythons):36} {w.target:8} <= {w.max_mb} MB")
+            print(f"{w.name:34} {w.machine:8} {' '.join(w.pythons):30} {w.target:8} <= {w.max_mb} MB")
     return 0
 
 

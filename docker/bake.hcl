@@ -3,6 +3,9 @@
 #
 #   env REPOSITORY=REGISTRY/NAME $(python3 ci/matrix.py --image) docker buildx bake --file docker/bake.hcl --push
 #
+# Images for aarch64 come from the same file, by `--machine aarch64` behind --image, on such a machine or under its
+# emulation; none has been built.
+#
 # Attestations need a builder of the docker-container driver; sbom lists every package of base and image, provenance in
 # mode max holds the build arguments, so no secret may ever be one.
 
@@ -18,6 +21,15 @@ variable "CREATED" {}
 
 variable "REPOSITORY" {
   default = "magi_attention"
+}
+
+# For which machine, and what its tags end with.
+variable "PLATFORM" {
+  default = "linux/amd64"
+}
+
+variable "SUFFIX" {
+  default = ""
 }
 
 # The address of the sources, for a label.
@@ -37,7 +49,7 @@ group "default" {
 target "_common" {
   context    = "."
   dockerfile = "docker/Dockerfile"
-  platforms  = ["linux/amd64"]
+  platforms  = [PLATFORM]
   attest     = ["type=provenance,mode=max", "type=sbom"]
   args = {
     BASE_IMAGE  = BASE_IMAGE
@@ -57,11 +69,11 @@ target "_common" {
 target "runtime" {
   inherits = ["_common"]
   target   = "runtime"
-  tags     = ["${REPOSITORY}:${VERSION}", "${REPOSITORY}:latest"]
+  tags     = ["${REPOSITORY}:${VERSION}${SUFFIX}", "${REPOSITORY}:latest${SUFFIX}"]
 }
 
 target "test" {
   inherits = ["_common"]
   target   = "test"
-  tags     = ["${REPOSITORY}:${VERSION}-test"]
+  tags     = ["${REPOSITORY}:${VERSION}${SUFFIX}-test"]
 }

@@ -15,6 +15,7 @@ import argparse
 import hashlib
 import json
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -52,9 +53,11 @@ def fingerprint() -> dict[str, str]:
 
 
 def our_wheels(folder: Path, cuda: str) -> dict[str, str]:
-    """Version by name of our wheels for that CUDA, the main package first."""
+    """Version by name of our wheels for that CUDA and this machine, the main package first."""
     found = {}
     for path in sorted(folder.glob("magi_attention*.whl")):
+        if not path.stem.endswith((platform.machine(), "any")):
+            continue  # a release has those of every machine in one folder
         name, version = path.name.split("-")[:2]
         if name == "magi_attention" or name.endswith(f"_{cuda}"):
             found.setdefault(name, set()).add(version)

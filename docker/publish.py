@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Builds the images of docker/bake.hcl on NVIDIA's image and pushes them. Called as ci/publish_image.
 
-    ci/publish_image REGISTRY/NAME [--dist DIR] [--dry-run]
+    ci/publish_image REGISTRY/NAME [--dist DIR] [--machine aarch64] [--dry-run]
 
 Takes the wheels of --dist, and the values of ci/matrix.json; needs a login at the registry and a builder of the
 docker-container driver, which makes attestations. Prints each image by its digest, which is what gets signed, and in a
@@ -27,11 +27,11 @@ import matrix  # noqa: E402
 TARGETS = ("runtime", "test")
 
 
-def variables(repository: str, dist: Path) -> dict[str, str]:
+def variables(repository: str, dist: Path, machine: str = matrix.MACHINE) -> dict[str, str]:
     """What docker/bake.hcl asks of the environment."""
-    values = matrix.image_arguments(matrix.load())
+    values = matrix.bake_variables(matrix.load(), machine)
     if not values["BASE_DIGEST"]:
-        raise SystemExit("image.digest in ci/matrix.json is empty; a release names its base by digest.")
+        raise SystemExit(f"image.digest.{machine} in ci/matrix.json is empty; a release names its base by digest.")
     if not list((ROOT / dist).glob("magi_attention-*.whl")):
         raise SystemExit(f"{dist} has no wheel of magi_attention; run ci/build_wheels, or name its folder in --dist.")
     server, name = os.environ.get("GITHUB_SERVER_URL", ""), os.environ.get("GITHUB_REPOSITORY", "")
@@ -50,9 +50,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="ci/publish_image", description=__doc__.splitlines()[0])
     parser.add_argument("repository", help="such as ghcr.io/owner/name")
     parser.add_argument("--dist", type=Path, default=Path("dist"), help="folder of the wheels, in the checkout")
+    parser.add_argument("--machine", default=matrix.MACHINE, help="of the images, x86_64 by default")
     parser.add_argument("--dry-run", action="store_true", help="print the command, and build nothing")
     options = parser.parse_args(arguments)
-    values = variables(options.repository, options.dist)
+    values = variables(options.repository, options.dist, options.machine)
     with tempfile.TemporaryDirectory(prefix="magi_publish_") as folder:
         metadata = Path(folder, "metadata.json")
         command = ["docker", "buildx", "bake", "--file", "docker/bake.hcl", "--push", "--metadata-file", str(metadata)]

@@ -3,6 +3,8 @@
 
     ci/build_wheels [--only NAME] [--python 3.12 ...] [--cuda-home DIR ...] [--out DIR] [--twice] [--fa4]
                     [--record FILE]
+    ci/build_wheels --machine aarch64 --cuda-home DIR
+    ci/build_wheels --variants                  kernels under one name as well, by the GPU: wheels/variants.py
     ci/build_wheels --engine cibuildwheel [--dry-run]
 
 Here, every wheel is built from a copy of the files that git knows, so that nothing left over gets into one. A wheel
@@ -16,6 +18,10 @@ folder: they hold linked device code, into which nvcc puts the path of the sourc
 With --record, kernel and comm wheels whose sources and nvcc are those of a committed record are left out, and the
 record gets those that were built and found good.
 
+With --machine aarch64 on an x86_64 machine, wheels of kernels and collectives are cross-compiled: the compiler is
+that of Debian's package g++-aarch64-linux-gnu, and DIR is a toolkit that has targets/sbsa-linux, too. What comes out is
+read, and not run. The main package has a module for one Python of that machine, so a runner of it builds that one.
+
 With --fa4, as for a release, the wheel sm100 brings kernels of FlashAttention-4; their compiler is 1.5 GB to fetch.
 
 On a runner, cibuildwheel does the same in a manylinux image. Builds of one commit have its time and revision inside.
@@ -27,6 +33,7 @@ import argparse
 import hashlib
 import json
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -38,6 +45,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "ci"), str(ROOT / "wheels")]
 
 import matrix  # noqa: E402
+import variants  # noqa: E402
 from record import Record  # noqa: E402
 
 from magi_attention.errors import BuildError  # noqa: E402
@@ -46,6 +54,7 @@ from magi_attention.native import toolchain  # noqa: E402
 WORK = ROOT / "build" / "wheels"
 TOOLS = ROOT / "wheels" / "tools.txt"
 FA4_TOOLS = ROOT / "wheels" / "fa4_tools.txt"
+HERE = platform.machine()
 
 
 Job = tuple[matrix.Wheel, str, Path, "Path | None"]  # wheel, Python version, its interpreter, nvcc
@@ -91,14 +100,16 @@ def environment_of(python: Path, folder: Path, tools: Path = TOOLS) -> Path:
     return ready
 
 
-def nvshmem_of(cuda: str, python: Path) -> Path:
+def nvshmem_of(cuda: str, python: Path, machine: str = HERE) -> Path:
     """A folder with the nvidia-nvshmem package of that CUDA version alone: those of two share their place."""
     version = matrix.load()["cuda"][cuda]["nvshmem"]
-    folder = WORK / f"nvshmem-{cuda}-{version}"
+    folder = WORK / f"nvshmem-{cuda}-{version}-{machine}"
     if not folder.is_dir():
         partial = folder.with_suffix(".part")
         shutil.rmtree(partial, ignore_errors=True)
         pip = [python, "-m", "pip", "install", "--quiet", "--no-deps", "--target", partial]
+        if machine != HERE:
+            pip += ["--only-binary", ":all:", "--platform", f"manylinux2014_{machine}"]
         run([*pip, f"nvidia-nvshmem-{cuda}=={version}"])
         partial.rename(folder)
     return folder
@@ -141,9 +152,10 @@ def revision() -> tuple[str, str]:
     return commit + dirty, seconds
 
 
-def build_environment(python: Path, source: Path, is_portable: bool) -> dict[str, str]:
-    """What a build sees: the commit's time and name, and nothing of this machine that could end up inside."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("MAGI_", "PYTHON", "NVCC_"))}
+def build_environment(python: Path, source: Path, is_portable: bool, machine: str = HERE) -> dict[str, str]:
+    """What a build sees: the commit's time and name, and nothing of this machine that could end up inside. For another
+    ``machine``, what makes compilers and tags those of it."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("MAGI_", "PYTHON", "NVCC_", "_PYTHON"))}
     name, seconds = revision()
     out = {
         **kept,
@@ -158,6 +170,10 @@ def build_environment(python: Path, source: Path, is_portable: bool) -> dict[str
     if is_portable:
         linker = source / "wheels" / "portable_cxx"
         out |= {"CXX": str(linker), "NVCC_CCBIN": str(linker)}  # a path may have a space
+    if machine != HERE:
+        target = matrix.load()["platforms"][machine]["cuda_target"]
+        out |= {"MAGI_WHEEL_MACHINE": machine, "NVCC_APPEND_FLAGS": f"-target-dir {target}"}
+        out |= {"_PYTHON_HOST_PLATFORM": f"linux-{machine}"}  # from which setuptools takes the tag
     return out
 
 
@@ -175,10 +191,14 @@ def toolkits(homes: list[str]) -> dict[str, Path]:
     return found
 
 
-def retag(wheel: Path, python: Path, out: Path, environment: dict[str, str]) -> Path:
+def retag(wheel: Path, python: Path, out: Path, environment: dict[str, str], machine: str = HERE) -> Path:
     """The wheel with its platform tag: that of the matrix, or what auditwheel grants, which is said."""
-    tag, fresh = matrix.load()["platform"]["tag"], wheel.parent / "tagged"
-    auditwheel = [str(word) for word in (python, "-m", "auditwheel", "repair", "--only-plat", "-w", fresh)]
+    tag, fresh = matrix.load()["platforms"][machine]["tag"], wheel.parent / "tagged"
+    program = ["-m", "auditwheel"]
+    if machine != HERE:  # it looks into libraries of any machine, and offers the tags of its own alone
+        code = f"import platform; platform.machine = lambda: {machine!r}; from auditwheel.main import main; main()"
+        program = ["-c", code]
+    auditwheel = [str(word) for word in (python, *program, "repair", "--only-plat", "-w", fresh)]
     command = [*auditwheel, "--plat", tag, str(wheel)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:
@@ -193,11 +213,11 @@ def build_one(
     wheel: matrix.Wheel, python: Path, source: Path, out: Path, is_portable: bool, nvcc: Path | None, fa4: Path | None
 ) -> Path:
     """One wheel into ``out``. ``fa4``: a Python that compiles kernels of FlashAttention-4."""
-    environment = build_environment(python, source, is_portable)
+    environment = build_environment(python, source, is_portable, wheel.machine)
     if fa4 is not None:
         environment |= {"MAGI_WHEEL_FA4": str(fa4)}
     if wheel.kind == "comm":
-        environment |= {"PYTHONPATH": str(nvshmem_of(wheel.cuda, python))}
+        environment |= {"PYTHONPATH": str(nvshmem_of(wheel.cuda, python, wheel.machine))}
     if nvcc is not None:
         environment |= {"MAGI_WHEEL_ARCH": wheel.arch, "MAGI_WHEEL_CUDA": wheel.cuda}
         environment |= {"CUDA_HOME": str(nvcc.parent.parent)}
@@ -209,7 +229,26 @@ def build_one(
     pip = [python, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
     run([*pip, "-w", raw, source / wheel.folder], source, environment)
     (made,) = raw.glob("*.whl")
-    return retag(made, python, out, environment)
+    return retag(made, python, out, environment, wheel.machine)
+
+
+def why_not_crossed(wheel: matrix.Wheel, nvcc: Path | None) -> str:
+    """Why a wheel for another machine than this cannot be made here, as a sentence; empty if it can, or is for this."""
+    if wheel.machine == HERE:
+        return ""
+    row = matrix.load()["platforms"][wheel.machine]
+    if wheel.kind == "main":
+        return f"its module is for one Python of {wheel.machine}; build it on such a machine."
+    if not shutil.which(row["compiler"]):
+        package = f"g++-{wheel.machine.replace('_', '-')}-linux-gnu"
+        return f"there is no {row['compiler']}; on Debian and Ubuntu run `apt-get install {package}`."
+    home = nvcc.parent.parent if nvcc else None
+    if home and not (home / "targets" / row["cuda_target"] / "lib" / "libcudart_static.a").is_file():
+        return (
+            f"{home} has no targets/{row['cuda_target']} with include and lib/libcudart_static.a; install "
+            "NVIDIA's cuda-cross packages, or put there what the pip package nvidia-cuda-runtime has for that machine."
+        )
+    return ""
 
 
 def plan(options: argparse.Namespace) -> list[Job]:
@@ -218,12 +257,16 @@ def plan(options: argparse.Namespace) -> list[Job]:
     homes = toolkits(options.cuda_home)
     wanted = options.python or data["pythons"]
     for wheel in matrix.wheels(data):
-        if options.only and wheel.name not in options.only:
+        if wheel.machine != options.machine or (options.only and wheel.name not in options.only):
+            continue
+        if reason := why_not_crossed(wheel, homes.get(wheel.cuda)):
+            say(f"{wheel.name} is left out: {reason}")
             continue
         if wheel.cuda and wheel.cuda not in homes:
             say(f"{wheel.name} is left out: there is no nvcc of CUDA {wheel.cuda[2:]}; name a toolkit by --cuda-home.")
             continue
-        if options.record and wheel.cuda and options.record.has(wheel.name, run([homes[wheel.cuda], "--version"])):
+        nvcc_says = run([homes[wheel.cuda], "--version"]) if options.record and wheel.cuda else ""
+        if nvcc_says and options.record.has(wheel.name, wheel.machine, nvcc_says):
             say(f"{wheel.name} is left out: {options.record.path} has these sources and this nvcc as built and good.")
             continue
         for version in wanted if wheel.kind == "main" else [f"{sys.version_info[0]}.{sys.version_info[1]}"]:
@@ -252,7 +295,7 @@ def build_here(
     for wheel, version, interpreter, nvcc in chosen:
         started = time.monotonic()
         python = environment_of(interpreter, WORK / f"venv-{version}")
-        name, nvcc_says = f"{wheel.name} {version}", run([nvcc, "--version"]) if nvcc else ""
+        name, nvcc_says = f"{wheel.name} {version} {wheel.machine}", run([nvcc, "--version"]) if nvcc else ""
         with_fa4 = options.fa4 and wheel.arch == "sm100"
         fa4 = environment_of(interpreter, WORK / f"venv-fa4-{version}", FA4_TOOLS) if with_fa4 else None
         text = f"{key} {revision()[0]} {options.system_linker} {TOOLS.read_text()} {nvcc_says} {with_fa4}"
@@ -265,7 +308,7 @@ def build_here(
                 place = WORK / "source"
                 shutil.rmtree(place / "build" / "wheels" / wheel.name, ignore_errors=True)
             path = build_one(wheel, python, place, out, not options.system_linker, nvcc, fa4)
-            for other in out.glob(f"{path.name.rsplit('-', 1)[0]}-*.whl"):
+            for other in out.glob(f"{path.name.rsplit('-', 1)[0]}-*_{wheel.machine}.whl"):
                 if other != path:
                     other.unlink()
             state[name] = {"stamp": stamp, "file": path.name, "sha256": digest(path)}
@@ -285,7 +328,7 @@ def by_cibuildwheel(options: argparse.Namespace, out: Path) -> int:
     data = matrix.load()
     commit = run(["git", "log", "-1", "--format=%H %ct"]).split()
     for wheel in matrix.wheels(data):
-        if options.only and wheel.name not in options.only:
+        if wheel.machine != options.machine or (options.only and wheel.name not in options.only):
             continue
         settings = {k: v for k, v in matrix.cibuildwheel(wheel, data).items() if v}
         settings |= {"MAGI_ATTENTION_BUILD_REVISION": commit[0], "SOURCE_DATE_EPOCH": commit[1]}
@@ -318,12 +361,17 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--python", action="append", metavar="X.Y", help="the main package for this Python only")
     parser.add_argument("--cuda-home", action="append", default=[], metavar="DIR", help="a further CUDA toolkit")
     parser.add_argument("--out", type=Path, default=ROOT / "dist", help="folder of the wheels, dist by default")
+    machines = list(matrix.load()["platforms"])
+    parser.add_argument("--machine", default=HERE, choices=machines, help="of the wheels, this one by default")
     parser.add_argument("--system-linker", action="store_true", help="link for the glibc of this machine")
     parser.add_argument("--fa4", action="store_true", help="compile kernels of FlashAttention-4 into the wheel sm100")
     parser.add_argument("--record", type=Path, metavar="FILE", help="leave out what FILE says was built and good")
+    parser.add_argument("--variants", action="store_true", help="add kernels as wheel variants, a draft format")
     parser.add_argument("--twice", action="store_true", help="build again in another folder and compare")
     parser.add_argument("--dry-run", action="store_true", help="with cibuildwheel: print the commands")
     options = parser.parse_args(arguments)
+    if options.machine != HERE and options.system_linker:
+        parser.error(f"the linker of this system links for {HERE}; leave --system-linker out.")
     os.umask(0o022)
     if options.engine == "cibuildwheel":
         return by_cibuildwheel(options, options.out)
@@ -339,7 +387,13 @@ def main(arguments: list[str] | None = None) -> int:
     code = check_wheels(tools, made, not options.system_linker)
     for wheel, _, _, nvcc in chosen if options.record and code == 0 else ():
         if nvcc:
-            options.record.add(wheel.name, run([nvcc, "--version"]))
+            options.record.add(wheel.name, wheel.machine, run([nvcc, "--version"]))
+    if options.variants:
+        for wheel in (path for path in made if "_kernels_" in path.name):
+            variant = variants.make(wheel, wheel.parent, matrix.load())
+            problems = variants.problems(variant, matrix.load())
+            code = code or int(bool(problems))
+            say("\n".join(problems) or f"{variant.name}, good")
     if options.twice:
         again = build_here(options, chosen, WORK / "again" / "source", WORK / "again" / "dist", is_fresh=True)
         if (revision(), source_key(sources())) != before:

@@ -12,14 +12,14 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
-from importlib.metadata import files
+from importlib.metadata import files, version
 from pathlib import Path
 
 from magi_attention.kernels.fa4 import objects
 from magi_attention.kernels.fa4.compile_jobs import compile_all
 from magi_attention.kernels.fa4.precompile import SHIPPED, SHIPPED_SMS
 
-# Whose code is compiled into the objects.
+# Whose code is compiled into the objects; wheels/kernels/setup.py asks for the version of each.
 LICENSED = ("flash-attn-4", "quack-kernels", "nvidia-cutlass-dsl")
 
 
@@ -45,6 +45,8 @@ def main() -> None:
         print(f"fa4_objects: {len(SHIPPED)} kinds of calls for {num_sms} SMs", flush=True)
     copy_licences(into)
 
+
+__all__ = ["LICENSED", "copy_licences", "version"]
 
 if __name__ == "__main__":
     main()

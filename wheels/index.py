@@ -8,7 +8,8 @@ The result is static files for any web server, or for `pip install --index-url f
 one page per project with a link for each file, its SHA-256 and the Pythons it asks for. The metadata of each wheel
 lies beside it (PEP 658), so that an installer need not fetch wheels to resolve. Wheels are copied beside the pages, or
 with --url linked to where they are, such as a release. Pages of equal wheels are equal. An index that is the only one a
-pip line names cannot give a package of somebody else: the public index has one of our name.
+pip line names cannot give a package of somebody else: the public index has one of our name. Where there are variants
+(wheels/variants.py), NAME-VERSION-variants.json beside the page says what each runs on.
 """
 
 from __future__ import annotations
@@ -26,6 +27,10 @@ import sys
 import tempfile
 import zipfile
 from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parent))
+
+import variants  # noqa: E402
 
 _PAGE = """<!DOCTYPE html>
 <html lang="en">
@@ -73,6 +78,7 @@ def write_all(places: list[tuple[Path, str]], out: Path) -> dict[str, list[str]]
     """One index of several folders, each with the address where its wheels are, or "" to copy them."""
     projects: dict[str, list[str]] = {}
     pages: dict[str, list[tuple[str, str, dict[str, str]]]] = {}
+    labelled: dict[tuple[str, str], list[Path]] = {}
     for wheel, url in ((wheel, url) for dist, url in places for wheel in sorted(dist.glob("*.whl"))):
         data = metadata(wheel)
         fields = email.message_from_bytes(data)
@@ -90,9 +96,16 @@ def write_all(places: list[tuple[Path, str]], out: Path) -> dict[str, list[str]]
         address += f"#sha256={hashlib.sha256(wheel.read_bytes()).hexdigest()}"
         pages.setdefault(project, []).append((wheel.name, address, attributes))
         projects.setdefault(project, []).append(wheel.name)
+        if variants.label_of(wheel):
+            labelled.setdefault((project, "-".join(wheel.name.split("-")[:2])), []).append(wheel)
     if not projects:
         where = ", ".join(str(dist) for dist, _ in places) or "any release"
         raise SystemExit(f"There is no wheel in {where}; build some with ci/build_wheels.")
+    for (project, stem), wheels in labelled.items():
+        text = variants.text(variants.of_index(wheels))
+        (out / project / f"{stem}-variants.json").write_text(text)
+        address = f"{stem}-variants.json#sha256={hashlib.sha256(text.encode()).hexdigest()}"
+        pages[project].append((f"{stem}-variants.json", address, {}))
     for project, links in pages.items():
         (out / project / "index.html").write_text(page(f"Links for {project}", links))
     root = [(project, f"{project}/", {}) for project in sorted(projects)]

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from setuptools import setup
-from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 from setuptools.dist import Distribution
 
@@ -19,6 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "ci")]
 
 import matrix  # noqa: E402
+from wheel_sbom import Part, WheelWithSbom  # noqa: E402
 
 from magi_attention.env import build as env  # noqa: E402
 from magi_attention.native import build, info, toolchain, wheels  # noqa: E402
@@ -52,7 +52,7 @@ def found_cuda() -> str:
     return cuda
 
 
-class Wheel(bdist_wheel):
+class Wheel(WheelWithSbom):
     """For every Python of the platform, because the library inside has a C interface."""
 
     def get_tag(self) -> tuple[str, str, str]:
@@ -90,8 +90,11 @@ def library_command(
     return BuildPy
 
 
-def setup_native(here: Path, name: str, what: str, requires: list[str], command: type[build_py]) -> None:
-    """Calls setuptools for the wheel ``name``; README and LICENSE lie in ``here``."""
+def setup_native(
+    here: Path, name: str, what: str, requires: list[str], command: type[build_py], bundled: list[Part]
+) -> None:
+    """Calls setuptools for the wheel ``name``; README and LICENSE lie in ``here``. ``bundled``: for the SBOM, what the
+    libraries hold of others beside what their records tell."""
     work = ROOT / "build" / "wheels" / name
     work.mkdir(parents=True, exist_ok=True)
     setup(
@@ -106,11 +109,11 @@ def setup_native(here: Path, name: str, what: str, requires: list[str], command:
         install_requires=[f"magi_attention=={__version__}", *requires],
         packages=[],
         py_modules=[],
-        cmdclass={"build_py": command, "bdist_wheel": Wheel},
+        cmdclass={"build_py": command, "bdist_wheel": type("Wheel", (Wheel,), {"bundled": bundled})},
         distclass=Native,
         # Nothing of another wheel built from this folder may be left in the way.
         options={"build": {"build_base": str(work / "setuptools")}, "egg_info": {"egg_base": str(work)}},
     )
 
 
-__all__ = ["MATRIX", "ROOT", "build", "chosen_arch", "found_cuda", "library_command", "matrix", "setup_native"]
+__all__ = ["MATRIX", "ROOT", "Part", "build", "chosen_arch", "found_cuda", "library_command", "matrix", "setup_native"]

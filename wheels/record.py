@@ -32,14 +32,14 @@ class Record:
                 digest.update(name.encode() + b"\0" + (root / name).read_bytes() + b"\0")
         self._sources = digest.hexdigest()[:16]
 
-    def has(self, wheel: str, nvcc: str) -> bool:
+    def has(self, wheel: str, machine: str, nvcc: str) -> bool:
         """Was this wheel built from the sources of today by an nvcc of that version text?"""
-        is_built = self._built.get(wheel) == self._row(nvcc)
+        is_built = self._built.get(f"{wheel} {machine}") == self._row(nvcc)
         self.used = self.used or is_built
         return is_built
 
-    def add(self, wheel: str, nvcc: str) -> None:
-        self._built[wheel] = self._row(nvcc)
+    def add(self, wheel: str, machine: str, nvcc: str) -> None:
+        self._built[f"{wheel} {machine}"] = self._row(nvcc)
         self.path.write_text(json.dumps(dict(sorted(self._built.items())), indent=1) + "\n")
 
     def _row(self, nvcc: str) -> dict[str, str]:

@@ -17,10 +17,12 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "ci"), str(ROOT / "wheels")]
 
+import check_wheel  # noqa: E402
 import matrix  # noqa: E402
 import try_install  # noqa: E402
 
 import build  # noqa: E402
+from magi_attention.native import info  # noqa: E402
 from magi_attention.version import __version__  # noqa: E402
 
 DATA = matrix.load()
@@ -99,7 +101,8 @@ def test_what_cannot_be_built_is_said(monkeypatch, capsys):
     assert build.main(["--only", "magi-attention-kernels-sm90-cu13"]) == 1
     out = capsys.readouterr().out
     assert "there is no nvcc of CUDA 13; name a toolkit by --cuda-home" in out and "nothing was built" in out
-    options = type("Options", (), {"only": ["magi_attention"], "python": None, "cuda_home": [], "record": None})
+    given = {"only": ["magi_attention"], "python": None, "cuda_home": [], "record": None, "machine": build.HERE}
+    options = type("Options", (), given)
     assert [version for _, version, _, _ in build.plan(options)] == DATA["pythons"][:-1]
     assert "for Python 3.14 is left out" in capsys.readouterr().out
 
@@ -107,7 +110,12 @@ def test_what_cannot_be_built_is_said(monkeypatch, capsys):
 def test_cibuildwheel_commands(capsys):
     assert build.main(["--engine", "cibuildwheel", "--dry-run"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[-1] for line in lines] == [w.folder for w in matrix.wheels(DATA)]
+    here = [w for w in matrix.wheels(DATA) if w.machine == build.HERE]
+    assert [line.split()[-1] for line in lines] == [w.folder for w in here]
+    words = ["--engine", "cibuildwheel", "--dry-run", "--only", "magi_attention"]
+    assert build.main([*words, "--machine", "aarch64"]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    assert "CIBW_ARCHS='aarch64'" in line and "cp314-manylinux_aarch64" in line
     assert all("SOURCE_DATE_EPOCH=" in line and "CIBW_BUILD=" in line for line in lines)
 
 
@@ -178,4 +186,46 @@ def test_the_portable_linker_makes_libraries_for_the_platform(tmp_path):
     subprocess.run([cxx, "-shared", "-Xlinker", "-s", str(tmp_path / "x.o"), "-o", out], check=True)
     listed = subprocess.run(["readelf", "-VW", out], capture_output=True, text=True, check=True).stdout
     newest = max(map(matrix.version, re.findall(r"GLIBC_(\d[\d.]*)", listed)))
-    assert newest <= matrix.version(DATA["platform"]["glibc"])
+    assert newest <= matrix.version(DATA["platforms"][build.HERE]["glibc"])
+
+
+@pytest.mark.skipif(shutil.which("readelf") is None, reason="needs readelf")
+def test_the_planner_is_cross_compiled_and_read_back(tmp_path):
+    """For the other machine, by the linker of the wheels; the record is read although nothing can be loaded."""
+    pytest.importorskip("ziglang")
+    (other,) = set(DATA["platforms"]) - {build.HERE}
+    row = DATA["platforms"][other]
+    if not shutil.which(row["compiler"]):
+        pytest.skip(f"needs {row['compiler']}; on Debian `apt-get install g++-{other.replace('_', '-')}-linux-gnu`")
+    environment = build.build_environment(Path(sys.executable), ROOT, True, other)
+    code = (
+        "import sys\nfrom pathlib import Path\nfrom magi_attention.native import build\n"
+        "build.build_all('planner', lib=Path(sys.argv[1]), folder=Path(sys.argv[1], 'objects'))"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, env=environment, check=True)
+    library = tmp_path / "libmagi_planner.so"
+    assert check_wheel.elf_machine(library) == check_wheel.ELF_MACHINES[other]
+    assert info.read_info(library).version == __version__
+    wheel = matrix.find("magi_attention", DATA, machine=other)
+    found = check_wheel.check_library(library, wheel, row["glibc"], __version__)
+    assert found == [] or "has no git revision" in found[0] and len(found) == 1
+
+
+def test_what_cannot_be_cross_compiled_is_said(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(build, "HERE", "x86_64")
+    kernels = matrix.find("magi-attention-kernels-sm90-cu13", DATA, machine="aarch64")
+    assert build.why_not_crossed(matrix.find(kernels.name, DATA), None) == ""
+    main = matrix.find("magi_attention", DATA, machine="aarch64")
+    assert "one Python of aarch64" in build.why_not_crossed(main, None)
+    monkeypatch.setattr(build.shutil, "which", lambda name: None)
+    assert "apt-get install g++-aarch64-linux-gnu" in build.why_not_crossed(kernels, None)
+    monkeypatch.setattr(build.shutil, "which", lambda name: name)
+    nvcc = tmp_path / "bin" / "nvcc"
+    assert "has no targets/sbsa-linux" in build.why_not_crossed(kernels, nvcc)
+    library = tmp_path / "targets" / "sbsa-linux" / "lib" / "libcudart_static.a"
+    library.parent.mkdir(parents=True)
+    library.touch()
+    assert build.why_not_crossed(kernels, nvcc) == ""
+    with pytest.raises(SystemExit):
+        build.main(["--machine", "aarch64", "--system-linker"])
+    assert "leave --system-linker out" in capsys.readouterr().err

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shlex
 import shutil
@@ -25,7 +26,7 @@ import check_wheel  # noqa: E402
 import matrix  # noqa: E402
 
 DATA = matrix.load()
-TAG = DATA["platform"]["tag"]
+TAG = DATA["platforms"]["x86_64"]["tag"]
 KERNELS = matrix.find("magi-attention-kernels-sm90-cu13", DATA)
 RECORD = info.BuildInfo(
     "ffa_sm90", V, abi.ABI_VERSION, "nvcc 13.0.88", ("sm_90a",), ("fwd",), "0123abc", KERNELS.name, "580"
@@ -55,17 +56,30 @@ def library(folder: Path, record: info.BuildInfo | None = RECORD, extra: str = "
     return (folder / "x.so").read_bytes()
 
 
+def sbom(files: dict[str, bytes], name: str = KERNELS.name, version: str = V, parts: tuple = (), **change) -> dict:
+    """An SBOM of these files, as CycloneDX has it; ``parts`` are (name, version)."""
+    hashes = {n: hashlib.sha256(body).hexdigest() for n, body in files.items() if n.endswith(".so")}
+    components = [{"type": "file", "name": n, "hashes": [{"content": h}]} for n, h in hashes.items()]
+    parts = parts or (("cuda-cudart", "13.0"), ("nvcc", "13.0.88"), ("nvcc", "12.9.86"), ("pybind11", "3.1.0"))
+    components += [{"type": "library", "name": n, "version": v} for n, v in (*parts, ("c++", "14"))]
+    whole = {"name": name, "version": version, "pedigree": {"commits": [{"uid": "0123abc"}]}}
+    return {"bomFormat": "CycloneDX", "metadata": {"component": whole}, "components": components, **change}
+
+
 def wheel(
     folder: Path, files: dict[str, bytes], name: str = KERNELS.file_name, tags: str = f"py3-none-{TAG}",
-    inside: str = "", pure: str = "false", requires: tuple = (f"magi_attention=={V}",),
+    inside: str = "", pure: str = "false", requires: tuple = (f"magi_attention=={V}",), bom: dict | bytes | None = None,
 ) -> Path:  # fmt: skip
-    """A wheel with these files and tags."""
+    """A wheel with these files and tags, and with an SBOM, a right one unless ``bom`` gives another."""
     path = folder / f"{name}-{V}-{tags}.whl"
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         for file, data in files.items():
             archive.writestr(file, data)
         head = f"Wheel-Version: 1.0\nRoot-Is-Purelib: {pure}\nTag: {inside or tags}\n"
         archive.writestr(f"{name}-{V}.dist-info/WHEEL", head)
+        bom = sbom(files, name if name == "magi_attention" else name.replace("_", "-")) if bom is None else bom
+        body = bom if isinstance(bom, bytes) else json.dumps(bom)
+        archive.writestr(f"{name}-{V}.dist-info/sboms/{name}.cdx.json", body)
         lines = "".join(f"Requires-Dist: {r}\n" for r in requires)
         archive.writestr(f"{name}-{V}.dist-info/METADATA", f"Name: {name}\nVersion: {V}\n{lines}")
     return path
@@ -231,6 +245,53 @@ def test_doctored_records(tmp_path, targets, record, words):
     assert words in found
 
 
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"version": "0.1"}, f"of {KERNELS.name} 0.1, and it is {KERNELS.name} {V}"),
+        ({"name": "magi_attention"}, f"of magi_attention {V}, and it is {KERNELS.name} {V}"),
+        ({"bomFormat": "SPDX"}, "has an SBOM of"),
+        ({"files": {INSIDE: b"other"}}, f"has another {INSIDE} than its SBOM says"),
+        ({"files": {}}, f"has another {INSIDE} than its SBOM says"),
+        ({"more": "x/y.so"}, "has another x/y.so than its SBOM says"),
+        ({"parts": (("nvcc", "13.0.88"),)}, "without cuda-cudart 13, of which it holds code"),
+        ({"parts": (("nvcc", "13.0.88"), ("cuda-cudart", "12.9"))}, "without cuda-cudart 13"),
+        ({"parts": (("nvcc", "13.0.87"), ("cuda-cudart", "13.0"))}, "without nvcc 13.0.88, the compiler of ffa_sm90"),
+        ({"commit": "fedcba9"}, "of another commit than ffa_sm90, which is of 0123abc"),
+        ({"text": b"{}"}, "that is no CycloneDX JSON"),
+        ({"text": b"\xff"}, "that is no CycloneDX JSON"),
+    ],
+)
+def test_doctored_sboms(tmp_path, targets, change, words):
+    files = {INSIDE: library(tmp_path)}
+    text, commit, more = (change.pop(key, None) for key in ("text", "commit", "more"))
+    told = {**change.pop("files", files), **({more: b""} if more else {})}
+    bom = sbom(told, **change)
+    if commit:
+        bom["metadata"]["component"]["pedigree"]["commits"] = [{"uid": commit}]
+    (found,) = check_wheel.check(wheel(tmp_path, files, bom=text or bom))
+    assert words in found
+
+
+def test_a_wheel_without_an_sbom(tmp_path, targets):
+    path = wheel(tmp_path, {INSIDE: library(tmp_path)})
+    with zipfile.ZipFile(path) as archive, zipfile.ZipFile(tmp_path / "bare.whl", "w") as bare:
+        for name in archive.namelist():
+            if "/sboms/" not in name:
+                bare.writestr(name, archive.read(name))
+    (tmp_path / "bare.whl").rename(path)
+    (found,) = check_wheel.check(path)
+    assert f"has no sboms/{KERNELS.file_name}.cdx.json" in found
+
+
+def test_what_an_sbom_has_to_name():
+    held = check_wheel.held_of_others
+    comm = matrix.find("magi-attention-comm-cu12", DATA)
+    assert held(comm, [], DATA) == {"cuda-cudart": "12.", "nvidia-nvshmem-cu12": DATA["cuda"]["cu12"]["nvshmem"]}
+    assert set(held(KERNELS, [INSIDE, "x.o"], DATA)) == {"cuda-cudart", *check_wheel.FA4_PACKAGES}
+    assert set(held(matrix.find("magi_attention", DATA), [], DATA)) == {"pybind11"}
+
+
 def main_wheel(folder: Path, python: str = "cp311", module: str = "cpython-311-x86_64-linux-gnu", **change) -> Path:
     record = replace(RECORD, name="planner", compiler="c++ 14", distribution="")
     host = library(folder / "host", record, change.pop("extra", "int PyInit__magi_host(void) { return 1; }"))
@@ -238,7 +299,7 @@ def main_wheel(folder: Path, python: str = "cp311", module: str = "cpython-311-x
         "magi_attention/lib/libmagi_planner.so": library(folder / "planner", record),
         f"magi_attention/lib/_magi_host.{module}.so": host,
     }
-    pins = tuple(f"{w.name}=={V}; extra == 'x'" for w in matrix.wheels(DATA) if w.kind != "main")
+    pins = tuple(f"{n}=={V}; extra == 'x'" for n in matrix.names(DATA) if n != "magi_attention")
     kind = {"name": "magi_attention", "tags": f"{python}-{python}-{TAG}", "requires": pins, **change}
     return wheel(folder, files, **kind)
 
@@ -251,10 +312,40 @@ def test_the_main_wheel(tmp_path, targets):
     found = check_wheel.check(main_wheel(tmp_path, python="cp39"))
     assert any("is for cp39" in f for f in found)
     found = check_wheel.check(main_wheel(tmp_path, requires=("magi-attention-kernels-sm90-cu13>=1",)))
-    assert len(found) == len(matrix.wheels(DATA)) - 1 and all("must ask for magi-attention-" in f for f in found)
+    assert len(found) == len(matrix.names(DATA)) - 1 and all("must ask for magi-attention-" in f for f in found)
     targets.add("sm_90a")
     found = check_wheel.check(main_wheel(tmp_path))
     assert len(found) == 2 and all("its name says none" in f for f in found)
+
+
+def for_arm(body: bytes) -> bytes:
+    """The library with the machine number of aarch64 in its head."""
+    return body[:18] + (183).to_bytes(2, "little") + body[20:]
+
+
+def test_wheels_of_another_machine(tmp_path, targets, capsys):
+    """They are held to the tag, loader and module names of their machine; nothing of them is opened here."""
+    arm = DATA["platforms"]["aarch64"]["tag"]
+    body = library(tmp_path)
+    good = wheel(tmp_path, {INSIDE: for_arm(body)}, tags=f"py3-none-{arm}")
+    assert check_wheel.check(good) == [] == check_wheel.load(good)
+    assert "was not loaded, as it is for aarch64" in capsys.readouterr().out
+    (found,) = check_wheel.check(wheel(tmp_path, {INSIDE: body}, tags=f"py3-none-{arm}"))
+    assert "is for machine 62 of ELF, and aarch64 is 183" in found
+    (found,) = check_wheel.check(wheel(tmp_path, {INSIDE: for_arm(body)}))
+    assert "is for machine 183 of ELF, and x86_64 is 62" in found
+    flags = ("-Wl,--no-as-needed", fake(tmp_path, "ld-linux-x86-64.so.2"))
+    linked = library(tmp_path, flags=flags)
+    assert check_wheel.check(wheel(tmp_path, {INSIDE: linked})) == []
+    (found,) = check_wheel.check(wheel(tmp_path, {INSIDE: for_arm(linked)}, tags=f"py3-none-{arm}"))
+    assert "needs ld-linux-x86-64.so.2" in found
+    with pytest.raises(SystemExit, match="sm80-cu13 is built for x86_64, and not for aarch64"):
+        check_wheel.check(wheel(tmp_path, {}, "magi_attention_kernels_sm80_cu13", f"py3-none-{arm}"))
+    main = matrix.find("magi_attention", DATA, machine="aarch64")
+    names = ["magi_attention/lib/libmagi_planner.so", "magi_attention/lib/_magi_host.cpython-311-{}-linux-gnu.so"]
+    path = Path(f"magi_attention-{V}-cp311-cp311-{arm}.whl")
+    assert check_wheel.check_files(path, main, [name.format("aarch64") for name in names]) == []
+    assert len(check_wheel.check_files(path, main, [name.format("x86_64") for name in names])) == 1
 
 
 def test_a_library_that_does_not_load(tmp_path, targets):

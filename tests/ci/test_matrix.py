@@ -38,15 +38,20 @@ def test_the_file_is_as_it_should_be():
         (("extra",), {}, "they must be"),
         (("pythons", 0), "3.10.1", "versions such as 3.10"),
         (("archs", "sm90", "target"), "sm_100f", "another family"),
-        (("archs", "sm90", "cuda"), ["cu11"], "archs.sm90.cuda is"),
+        (("archs", "sm90", "cuda", "x86_64"), ["cu11"], "archs.sm90.cuda is"),
+        (("archs", "sm90", "cuda", "riscv64"), ["cu13"], "for each machine"),
+        (("archs", "sm120", "cuda", "x86_64"), [], "name some of"),
         (("archs", "sm90"), {"target": "sm_90a"}, "archs.sm90 must have"),
         (("cuda", "cu13", "oldest_nvcc"), "12.9", "another major version"),
-        (("cuda", "cu12", "image"), "quay.io/x/manylinux_2_28_x86_64_cuda13_1", "not named by the platform"),
+        (("cuda", "cu12", "image"), "quay.io/x/manylinux_2_28_{machine}_cuda13_1", "not named by the platform"),
+        (("cuda", "cu12", "image"), "quay.io/x/manylinux_2_28_x86_64_cuda12_9", "not named by the platform"),
         (("cuda", "cu12", "guard"), 1, "cuda.cu12 must have"),
-        (("platform", "glibc"), "2.34", "does not say its glibc"),
+        (("platforms", "aarch64", "glibc"), "2.34", "platforms.aarch64.tag does not say its glibc"),
+        (("platforms", "aarch64", "tag"), "manylinux_2_28_x86_64", "platforms.aarch64.tag does not say"),
         (("packages", "kernels", "max_mb"), 400, "more than package indexes take"),
         (("torch", "oldest"), "2.10", "begins before"),
-        (("image", "digest"), "sha256:12", "64 hex digits"),
+        (("image", "digest", "x86_64"), "sha256:12", "64 hex digits"),
+        (("image", "digest"), {"x86_64": ""}, "for each machine"),
         (("image", "tag"), "latest", "of one release"),
         (("image", "python"), "3.9", "among pythons"),
         (("image", "cuda"), "cu11", "no wheels"),
@@ -59,22 +64,38 @@ def test_the_validator_can_fail(path, value, words):
     for key in path[:-1]:
         row = row[key]
     row[path[-1]] = value
-    (problem,) = matrix.problems(data)
-    assert words in problem
+    problems = matrix.problems(data)  # a tag that is wrong makes the images' names wrong, too
+    assert words in problems[0] and (len(problems) == 1 or path[0] == "platforms")
 
 
 def test_wheels_follow_the_folders(tmp_path):
-    assert [w.kind for w in matrix.wheels(DATA, tmp_path)] == ["main"]
+    assert [(w.kind, w.machine) for w in matrix.wheels(DATA, tmp_path)] == [("main", "x86_64"), ("main", "aarch64")]
     (tmp_path / "csrc" / "ffa" / "portable").mkdir(parents=True)
-    kernels = [w for w in matrix.wheels(DATA, tmp_path) if w.kind == "kernels"]
+    kernels = [w for w in matrix.wheels(DATA, tmp_path) if (w.kind, w.machine) == ("kernels", "x86_64")]
     named = ("sm80-cu13", "sm80-cu12", "sm100-cu13", "sm120-cu13")  # no nvcc of cu12 need know the last two
     assert [w.name for w in kernels] == [f"magi-attention-kernels-{name}" for name in named]
     assert [w.target for w in kernels] == ["sm_80", "sm_80", "sm_100", "sm_120"]
     assert kernels[0].file_name == "magi_attention_kernels_sm80_cu13"
     (tmp_path / "wheels" / "comm").mkdir(parents=True)
-    assert [w.kind for w in matrix.wheels(DATA, tmp_path)] == ["kernels"] * 4 + ["comm"] * 2 + ["main"]
+    assert [w.kind for w in matrix.wheels(DATA, tmp_path)] == ["kernels"] * 5 + ["comm"] * 3 + ["main"] * 2
     with pytest.raises(SystemExit, match="No wheel is called magi_nothing; .*magi_attention"):
         matrix.find("magi_nothing", DATA)
+
+
+def test_machines_have_what_their_gpus_need():
+    """GH200 and GB200 are aarch64; a name is the same for both machines, so that one extra serves both."""
+    rows = [(w.name, w.target) for w in matrix.wheels(DATA) if w.machine == "aarch64"]
+    assert rows == [
+        ("magi-attention-kernels-sm90-cu13", "sm_90a"), ("magi-attention-kernels-sm100-cu13", "sm_100"),
+        ("magi-attention-comm-cu13", "sm_90"), ("magi_attention", ""),
+    ]  # fmt: skip
+    named = matrix.names(DATA)
+    assert len(set(named)) == len(named) == sum(w.machine == "x86_64" for w in matrix.wheels(DATA))
+    assert matrix.find("magi_attention", DATA, machine="aarch64").machine == "aarch64"
+    with pytest.raises(SystemExit, match="sm80-cu13 is built for x86_64, and not for aarch64"):
+        matrix.find("magi-attention-kernels-sm80-cu13", DATA, machine="aarch64")
+    assert matrix.archs(DATA, machine="aarch64", cuda="cu13") == ["sm90", "sm100"]
+    assert matrix.archs(DATA, machine="aarch64", cuda="cu12") == []
 
 
 def test_the_project_agrees(project):
@@ -89,7 +110,7 @@ def test_extras_pin_the_kernels_that_exist(project):
     extras = project["project"]["optional-dependencies"]
     newest = next(iter(DATA["cuda"]))
     wanted = {}
-    for wheel in matrix.wheels(DATA)[:-1]:
+    for wheel in (w for w in matrix.wheels(DATA) if w.kind != "main"):
         name = wheel.arch or "nvshmem"
         wanted[name if wheel.cuda == newest else f"{name}-{wheel.cuda}"] = [f"{wheel.name}=={__version__}"]
     assert {name: value for name, value in extras.items() if name.startswith(("sm", "nvshmem"))} == wanted
@@ -110,9 +131,9 @@ def test_nothing_else_names_images_or_limits():
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
     if listed.returncode:
         pytest.skip("This is no git checkout.")
-    values = {DATA["platform"]["tag"], *(row["image"] for row in DATA["cuda"].values())}
+    values = {row["tag"] for row in DATA["platforms"].values()} | {row["image"] for row in DATA["cuda"].values()}
     values |= {row["min_driver"] for row in DATA["cuda"].values()}
-    values |= {DATA["image"]["base"], DATA["image"]["tag"], DATA["image"]["digest"] or DATA["image"]["base"]}
+    values |= {DATA["image"]["base"], DATA["image"]["tag"], *filter(None, DATA["image"]["digest"].values())}
     for name in listed.stdout.split():
         path = ROOT / name
         if name in ("ci/matrix.json",) or name.startswith("tests/") or not path.is_file() or path.suffix == ".png":
@@ -124,16 +145,21 @@ def test_nothing_else_names_images_or_limits():
 def test_a_release_wants_the_digest_of_the_base(capsys):
     """Trying needs none: whoever names another base knows what it is."""
     unknown = copy.deepcopy(DATA)
-    unknown["image"]["digest"] = ""
+    unknown["image"]["digest"]["x86_64"] = ""
     assert matrix.problems(unknown) == [] and matrix.print_image(unknown) == 1
     assert "imagetools inspect" in capsys.readouterr().err
     known = copy.deepcopy(DATA)
-    known["image"]["digest"] = "sha256:" + "0" * 64
+    known["image"]["digest"] |= {"x86_64": "sha256:" + "0" * 64, "aarch64": "sha256:" + "1" * 64}
     assert matrix.print_image(known) == 0
     printed = dict(line.split("=", 1) for line in capsys.readouterr().out.splitlines())
-    assert printed["BASE_IMAGE"] == f"{DATA['image']['base']}:{DATA['image']['tag']}@{known['image']['digest']}"
-    assert printed == matrix.image_arguments(known) and printed["VERSION"] == __version__
+    digest = known["image"]["digest"]["x86_64"]
+    assert printed["BASE_IMAGE"] == f"{DATA['image']['base']}:{DATA['image']['tag']}@{digest}"
+    assert printed == matrix.bake_variables(known) and printed["VERSION"] == __version__
+    assert (printed["PLATFORM"], printed["SUFFIX"]) == ("linux/amd64", "")
     assert matrix.image_arguments(known, "mine:1")["BASE_IMAGE"] == "mine:1"
+    other = matrix.bake_variables(known, "aarch64")
+    assert other["BASE_IMAGE"].endswith("1" * 64) and other["ARCHS"] == "sm90,sm100"
+    assert (other["PLATFORM"], other["SUFFIX"]) == ("linux/arm64", "-aarch64")
 
 
 def test_cibuildwheel_settings():
@@ -142,8 +168,11 @@ def test_cibuildwheel_settings():
     kernels = matrix.cibuildwheel(matrix.find("magi-attention-kernels-sm90-cu12", DATA), DATA)
     assert "cuda12" in kernels["CIBW_MANYLINUX_X86_64_IMAGE"] and kernels["MAGI_WHEEL_ARCH"] == "sm90"
     assert len(kernels["CIBW_BUILD"].split()) == 1
+    other = matrix.cibuildwheel(matrix.find("magi-attention-kernels-sm90-cu13", DATA, machine="aarch64"), DATA)
+    assert "manylinux_2_28_aarch64_cuda13" in other["CIBW_MANYLINUX_AARCH64_IMAGE"] and other["CIBW_ARCHS"] == "aarch64"
+    assert other["CIBW_BUILD"] == "cp312-manylinux_aarch64" and not any("X86" in key for key in other)
     with_fa4 = [w.name for w in matrix.wheels(DATA) if matrix.cibuildwheel(w, DATA)["MAGI_WHEEL_FA4"]]
-    assert with_fa4 == ["magi-attention-kernels-sm100-cu13"]
+    assert with_fa4 == ["magi-attention-kernels-sm100-cu13"] * 2
     printed = subprocess.run(
         [sys.executable, str(ROOT / "ci" / "matrix.py"), "--cibuildwheel", "magi_attention"],
         capture_output=True, text=True, check=True,

@@ -26,7 +26,8 @@ def checkout(tmp_path) -> Path:
     ignored = shutil.ignore_patterns("__pycache__", "*.so", "inst")
     for name in ("magi_attention", "csrc"):
         shutil.copytree(ROOT / name, copy / name, ignore=ignored)
-    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE", "MANIFEST.in"):
+    (copy / "wheels").mkdir()
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE", "MANIFEST.in", "wheels/wheel_sbom.py"):
         shutil.copy(ROOT / name, copy / name)
     nvcc = tmp_path / "cuda" / "bin" / "nvcc"
     nvcc.parent.mkdir(parents=True)
@@ -107,7 +108,7 @@ def test_an_sdist_holds_what_a_build_reads(checkout, tmp_path):
     (unpacked,) = (tmp_path / "unpacked").iterdir()
     want = {path.relative_to(checkout).as_posix() for path in toolchain.source_files(checkout / "csrc")}
     have = {path.relative_to(unpacked).as_posix() for path in (unpacked / "csrc").rglob("*") if path.is_file()}
-    assert want and have == want
+    assert want and have == want and (unpacked / "wheels" / "wheel_sbom.py").is_file()
     setup(unpacked, "build_py", "--build-lib", "built")
     built = unpacked / "built" / "magi_attention"
     assert want == {path.relative_to(built).as_posix() for path in (built / "csrc").rglob("*") if path.is_file()}

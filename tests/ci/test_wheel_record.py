@@ -35,17 +35,20 @@ def checkout(tmp_path):
 def test_what_is_on_record(checkout):
     root, names = checkout
     path = root / "built.json"
-    assert not Record(path, root, names).has(KERNELS, NVCC)
-    Record(path, root, names).add(KERNELS, NVCC)
-    assert Record(path, root, names).has(KERNELS, NVCC) and not Record(path, root, names).has(COMM, NVCC)
-    assert not Record(path, root, names).has(KERNELS, NVCC.replace("13.0", "13.1"))
+    assert not Record(path, root, names).has(KERNELS, build.HERE, NVCC)
+    Record(path, root, names).add(KERNELS, build.HERE, NVCC)
+    assert Record(path, root, names).has(KERNELS, build.HERE, NVCC)
+    assert not Record(path, root, names).has(COMM, build.HERE, NVCC)
+    assert not Record(path, root, names).has(KERNELS, "riscv64", NVCC)
+    assert not Record(path, root, names).has(KERNELS, build.HERE, NVCC.replace("13.0", "13.1"))
     for name in names:
         text = (root / name).read_text()
         (root / name).write_text("changed")
-        assert Record(path, root, names).has(KERNELS, NVCC) == (not name.startswith(("csrc", "magi_attention")))
+        is_seen = name.startswith(("csrc", "magi_attention"))
+        assert Record(path, root, names).has(KERNELS, build.HERE, NVCC) == (not is_seen)
         (root / name).write_text(text)
-    assert not Record(path, root, names[1:]).has(KERNELS, NVCC)  # a file that is gone
-    assert Record(path, root, names).has(KERNELS, NVCC)
+    assert not Record(path, root, names[1:]).has(KERNELS, build.HERE, NVCC)  # a file that is gone
+    assert Record(path, root, names).has(KERNELS, build.HERE, NVCC)
 
 
 def test_the_inputs_are_what_builds_import():
@@ -75,7 +78,8 @@ def test_what_is_built_well_goes_on_record(monkeypatch, tmp_path, capsys):
     arguments = ["--only", KERNELS, "--record", str(tmp_path / "built.json")]
     assert build.main(arguments) == 1 and not (tmp_path / "built.json").exists()
     code[0] = 0
-    assert build.main(arguments) == 0 and Record(tmp_path / "built.json", ROOT, build.sources()).has(KERNELS, NVCC)
+    assert build.main(arguments) == 0
+    assert Record(tmp_path / "built.json", ROOT, build.sources()).has(KERNELS, build.HERE, NVCC)
     capsys.readouterr()
     assert build.main(arguments) == 0
     assert f"{KERNELS} is left out: {tmp_path / 'built.json'} has these sources" in capsys.readouterr().out

@@ -3,18 +3,21 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shlex
 import sys
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "ci"))
+sys.path[:0] = [str(ROOT / "ci"), str(ROOT / "docker")]
 
 import check_workflows as cw  # noqa: E402
 import lanes  # noqa: E402
 import matrix  # noqa: E402
+import publish  # noqa: E402
 
 yaml = pytest.importorskip("yaml", reason="PyYAML is not installed; pip install pyyaml brings it.")
 TEXTS = {path.stem: path.read_text() for path in cw.FOLDER.glob("*.yml")}
@@ -137,6 +140,19 @@ def test_pythons_are_those_of_the_matrix():
     assert set(chosen) <= set(pythons) and (chosen[0], chosen[-1]) == (pythons[0], pythons[-1])
 
 
+def test_a_wheel_is_built_on_a_runner_of_its_machine(capsys):
+    job = yaml.safe_load(TEXTS["wheels"])["jobs"]["build"]
+    assert job["runs-on"] == "${{ matrix.wheel.runner }}"
+    (lane,) = (step for step in job["steps"] if "ci/lane" in step.get("run", ""))
+    assert lane["run"].endswith('--only "${NAME}" --machine "${MACHINE}"')
+    assert lane["env"] == {name.upper(): f"${{{{ matrix.wheel.{name} }}}}" for name in ("name", "machine")}
+    assert matrix.main(["--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert {row["runner"].endswith("-arm") for row in rows if row["machine"] == "aarch64"} == {True}
+    assert not any("latest" in row["runner"] or "self-hosted" in row["runner"] for row in rows)
+    assert len({(row["kind"], row["name"], row["machine"]) for row in rows}) == len(rows)
+
+
 def test_what_is_published_was_checked_and_signed_first():
     release = yaml.safe_load(TEXTS["release"])
     jobs = release["jobs"]
@@ -152,7 +168,7 @@ def test_what_is_published_was_checked_and_signed_first():
     assert signed["uses"].startswith("actions/attest-build-provenance@")
     assert signed["with"] == {"subject-path": "dist/*.whl"}
     artifact = yaml.safe_load(TEXTS["wheels"])["jobs"]["build"]["steps"][-1]["with"]["name"]
-    assert artifact == "${{ matrix.wheel.kind }}-${{ matrix.wheel.name }}"
+    assert artifact == "${{ matrix.wheel.kind }}-${{ matrix.wheel.name }}-${{ matrix.wheel.machine }}"
     # Every kind of wheel is signed, released and in the image; nothing goes to the public index.
     kinds = {wheel.kind for wheel in matrix.wheels(matrix.load())}
     for name in ("attest", "release", "image"):
@@ -171,3 +187,54 @@ def test_what_is_published_was_checked_and_signed_first():
     sign = jobs["sign-image"]["steps"][-1]
     assert sign["run"] == 'cosign sign --yes "${RUNTIME}" "${TEST}"'
     assert sign["env"] == {name.upper(): f"${{{{ needs.image.outputs.{name} }}}}" for name in ("runtime", "test")}
+
+
+def verify_line() -> list[str]:
+    """The words of `cosign verify` in SECURITY.md."""
+    text = (ROOT / "SECURITY.md").read_text()
+    (block,) = re.findall(r"^```\n(cosign verify .*?)^```$", text, re.MULTILINE | re.DOTALL)
+    return shlex.split(block.replace("\\\n", " "))
+
+
+def identity(repository: str, ref: str, workflow: str) -> str:
+    """Who a job of GitHub is to Fulcio: the file of its workflow at the ref that started it."""
+    return f"https://github.com/{repository}/.github/workflows/{workflow}.yml@{ref}"
+
+
+def test_an_image_is_verified_as_it_is_signed(tmp_path):
+    """The line of SECURITY.md asks for the identity, the registry and the tag that the release workflow gives."""
+    words = verify_line()
+    options = dict(zip(words[3::2], words[4::2]))
+    assert words[:2] == ["cosign", "verify"] and len(words) == 3 + 2 * len(options)
+    repository, version = "OWNER/REPOSITORY", "VERSION"
+    (name,) = (name for name, text in TEXTS.items() if "cosign sign" in text)
+    workflow = yaml.safe_load(TEXTS[name])
+    jobs = workflow["jobs"]
+    (signs,) = (job for job in jobs.values() if any("cosign" in step.get("run", "") for step in job.get("steps", [])))
+    # The certificate names the workflow that a tag started; one that it calls would give its own name and no such tag.
+    assert "workflow_call" not in cw.triggers(workflow) and signs["if"] == "github.event_name == 'push'"
+    (pattern,) = cw.triggers(workflow)["push"]["tags"]
+    tag = pattern.replace("*", version)
+    assert options == {
+        "--certificate-oidc-issuer": "https://token.actions.githubusercontent.com",
+        "--certificate-identity": identity(repository, f"refs/tags/{tag}", name),
+    }
+    # Without a key, and so by the identity that this right gives.
+    assert signs["permissions"]["id-token"] == "write" and "--key" not in TEXTS[name]
+    # Of what was pushed: the name that the job gives to ci/publish_image, and the tag that docker/bake.hcl gives it.
+    (line,) = (step["run"] for step in jobs["image"]["steps"] if step.get("id") == "publish")
+    image = re.fullmatch(r'ci/publish_image "(.+)"', line)[1].replace("${GITHUB_REPOSITORY}", repository)
+    (tmp_path / "magi_attention-1.whl").touch()
+    values = publish.variables(image, tmp_path)
+    bake = (ROOT / "docker" / "bake.hcl").read_text()
+    tags = re.findall(r'"\$\{REPOSITORY\}:(.+?)"', bake)
+    assert "${VERSION}${SUFFIX}" in tags and words[2] == f"{values['REPOSITORY']}:{version}" and not values["SUFFIX"]
+
+
+def test_a_wheel_is_verified_as_it_is_attested():
+    (line,) = re.findall(r"^gh attestation verify (.+)$", (ROOT / "SECURITY.md").read_text(), re.MULTILINE)
+    words = shlex.split(line)
+    (name,) = (name for name, text in TEXTS.items() if "actions/attest-build-provenance@" in text)
+    assert dict(zip(words[1::2], words[2::2])) == {
+        "--repo": "OWNER/REPOSITORY", "--signer-workflow": f"OWNER/REPOSITORY/.github/workflows/{name}.yml",
+    }  # fmt: skip

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import platform
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -95,6 +96,11 @@ def test_wheels_are_all_there_and_of_one_version(tmp_path):
     put("magi_attention_comm_cu13-1.0")
     names = ["magi_attention", "magi_attention_comm_cu13", "magi_attention_kernels_sm90_cu13"]
     assert install.our_wheels(tmp_path, "cu13") == dict.fromkeys(names, "1.0")
+    # A release has the wheels of every machine in one folder.
+    (tmp_path / "magi_attention_kernels_sm80_cu13-0.7-py3-none-manylinux_2_28_other.whl").touch()
+    here = f"magi_attention_kernels_sm100_cu13-1.0-py3-none-manylinux_2_28_{platform.machine()}.whl"
+    (tmp_path / here).touch()
+    assert set(install.our_wheels(tmp_path, "cu13")) == {*names, "magi_attention_kernels_sm100_cu13"}
     put("magi_attention_comm_cu13-1.1")
     with pytest.raises(SystemExit, match="versions 1.0, 1.1"):
         install.our_wheels(tmp_path, "cu13")

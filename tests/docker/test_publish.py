@@ -60,7 +60,7 @@ def test_what_is_built_and_handed_on(tmp_path, world):
     assert done.returncode == 0, done.stderr
     seen = json.loads((tmp_path / "seen.json").read_text())
     assert seen["words"][:5] == ["buildx", "bake", "--file", "docker/bake.hcl", "--push"] and seen["cwd"] == str(ROOT)
-    wanted = {**matrix.image_arguments(matrix.load()), "REPOSITORY": "registry.example/some/name"}
+    wanted = {**matrix.bake_variables(matrix.load()), "REPOSITORY": "registry.example/some/name"}
     wanted |= {"SOURCE": "https://example.org/Some/Name", "DIST": tmp_path.as_posix()}
     assert wanted.items() <= seen["environment"].items()
     declared = set(re.findall(r'^variable "(\w+)"', (ROOT / "docker" / "bake.hcl").read_text(), re.MULTILINE))
@@ -79,7 +79,7 @@ def test_nothing_is_handed_on_where_the_build_fails(tmp_path, world):
 def test_sentences_before_the_build(tmp_path, world, monkeypatch):
     done = call(world, tmp_path)
     assert done.returncode == 1 and "has no wheel of magi_attention" in done.stderr
-    monkeypatch.setattr(matrix, "image_arguments", lambda data: {"BASE_DIGEST": ""})
+    monkeypatch.setattr(matrix, "bake_variables", lambda data, machine: {"BASE_DIGEST": ""})
     with pytest.raises(SystemExit, match="names its base by digest"):
         publish.variables("x", tmp_path)
 

@@ -8,16 +8,18 @@ the package nvidia-nvshmem of that CUDA version where Python finds it.
 """
 
 import sys
+from importlib import metadata
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
-from project import MATRIX, ROOT, build, found_cuda, library_command, setup_native  # noqa: E402
+from project import MATRIX, ROOT, Part, build, found_cuda, library_command, setup_native  # noqa: E402
 
 CUDA = found_cuda()
 NAME = MATRIX["packages"]["comm"]["name"].format(cuda=CUDA)
 VERSION = MATRIX["cuda"][CUDA]["nvshmem"]
+NVSHMEM = f"nvidia-nvshmem-{CUDA}"
 NEWER = int(VERSION.partition(".")[0]) + 1
 
 
@@ -30,6 +32,8 @@ setup_native(
     HERE,
     NAME,
     f"Native collectives of magi_attention over NVSHMEM (CUDA {CUDA[2:]})",
-    [f"nvidia-nvshmem-{CUDA}>={VERSION},<{NEWER}"],
+    [f"{NVSHMEM}>={VERSION},<{NEWER}"],
     library_command(NAME, f"comm_{CUDA}", CUDA, transfers),
+    # Its device half is linked in; the host half comes with the package.
+    [Part(NVSHMEM, metadata.version(NVSHMEM), "NVIDIA Software License Agreement", "pypi")],
 )

@@ -15,7 +15,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
-from project import MATRIX, ROOT, build, chosen_arch, found_cuda, library_command, setup_native  # noqa: E402
+from project import MATRIX, ROOT, Part, build, chosen_arch, found_cuda, library_command, setup_native  # noqa: E402
 
 ARCH, CUDA = chosen_arch(), found_cuda()
 NAME = MATRIX["packages"]["kernels"]["name"].format(arch=ARCH, cuda=CUDA)
@@ -33,6 +33,15 @@ def fa4_objects(package: Path) -> None:
     subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True)
 
 
+def fa4_parts() -> list[Part]:
+    """Whose code those kernels hold, in the versions that the same Python has."""
+    code = "import fa4_objects as f; print(*(f'{name}={f.version(name)}' for name in f.LICENSED))"
+    path = {"PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "wheels")))}
+    command = [os.environ["MAGI_WHEEL_FA4"], "-c", code]
+    said = subprocess.run(command, env={**os.environ, **path}, stdout=subprocess.PIPE, text=True, check=True).stdout
+    return [Part(*word.split("="), index="pypi") for word in said.split()]
+
+
 WITH_FA4 = ARCH == "sm100" and bool(os.environ.get("MAGI_WHEEL_FA4"))
 setup_native(
     HERE,
@@ -40,4 +49,5 @@ setup_native(
     f"CUDA kernels of magi_attention for {MATRIX['archs'][ARCH]['gpus']} (CUDA {CUDA[2:]})",
     [],
     library_command(NAME, f"{ARCH}_{CUDA}", CUDA, kernels, fa4_objects if WITH_FA4 else None),
+    fa4_parts() if WITH_FA4 else [],
 )
