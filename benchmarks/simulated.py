@@ -50,7 +50,7 @@ from magi_attention.common.intervals import merge_intervals  # noqa: E402
 from magi_attention.common.mask import Mask  # noqa: E402
 from magi_attention.common.slices import SliceTable  # noqa: E402
 from magi_attention.config import DispatchConfig, DistAttnConfig, LocalityDispatchAlg, OverlapConfig, links  # noqa: E402
-from magi_attention.meta.chunking import Cut, chunk_bounds, owners  # noqa: E402
+from magi_attention.meta.chunking import Cut, chunk_bounds  # noqa: E402
 from magi_attention.meta.plan import Plan  # noqa: E402
 from magi_attention.meta.planner import build_plan, plan_for_partitions  # noqa: E402
 from magi_attention.meta.solver.links import count_rows  # noqa: E402
@@ -62,6 +62,7 @@ from magi_attention.meta.solver.locality import (  # noqa: E402
     swap_down,
     two_ended,
 )
+from magi_attention.meta.solver.ownership import owners  # noqa: E402
 from magi_attention.meta.solver.partition import min_heap, sequential  # noqa: E402
 from magi_attention.tools.simulate import ours  # noqa: E402
 from magi_attention.tools.simulate.events import Outcome  # noqa: E402

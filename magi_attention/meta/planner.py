@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from magi_attention.common.enum import AttnOverlapMode, OverlapAlgType
-from magi_attention.common.intervals import Packing
+from magi_attention.common.intervals import Packing, sum_by
 from magi_attention.common.scalars import as_int
 from magi_attention.common.slices import K0, K1, Q1, SliceTable, areas, check_countable
 from magi_attention.common.two_level.nodes import Nodes
@@ -20,12 +20,9 @@ from magi_attention.errors import ContractError
 from magi_attention.meta.chunking import (
     Cut,
     chunk_bounds,
-    owners,
     pad_size,
-    remote_keys,
     resolve_chunk_size,
     split_by_chunk,
-    sum_by,
 )
 from magi_attention.meta.dispatch import (
     Partitions,
@@ -38,6 +35,7 @@ from magi_attention.meta.moves import Dispatched, with_moves
 from magi_attention.meta.plan import Plan
 from magi_attention.meta.rank_plan import remote_areas
 from magi_attention.meta.solver.overlap_solver import OverlapSolver, OverlapStageCost, uniform_stages
+from magi_attention.meta.solver.ownership import owners, remote_keys
 
 DEFAULT_MIN_CHUNKS_PER_RANK = 8
 MIN_REFINED_CHUNK = 64  # tokens; below this a kernel tile would span chunks
