@@ -16,7 +16,7 @@ from magi_attention.functional import AttnPolicy, AttnRuntime, TokenLayout, gath
 from magi_attention.functional.dist_attn import dist_attn
 from magi_attention.kernels import AttnOptions, SdpaBackend, default_registry
 from magi_attention.kernels.dropout import Dropout, DropoutMask
-from magi_attention.meta.planner import build_plan
+from magi_attention.meta.planner import PlanOptions, build_plan
 from magi_attention.testing.libraries import planner_or_skip
 
 SHARE = 0.4
@@ -42,7 +42,7 @@ def test_equals_one_call_over_the_whole_sequence(case: Case) -> None:
     if case.seed % 3 == 0:  # queries may move
         planner_or_skip()
         heads = dict(num_heads_q=case.heads[0], num_heads_kv=case.heads[1])
-        plan = build_plan(slices, total, case.cp, config=make_config(case), query_moves="always", **heads)
+        plan = build_plan(slices, total, case.cp, PlanOptions(**heads, query_moves="always"), config=make_config(case))
     dropout = Dropout(SHARE, case.seed)
     results = FakeWorld(case.cp).run(run_rank, plan, make_policy(case), tensors, sink, case.softcap, dropout)
 

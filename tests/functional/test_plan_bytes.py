@@ -28,7 +28,7 @@ from magi_attention.kernels import default_registry
 from magi_attention.kernels.ffa.peer_kv import RemoteMask
 from magi_attention.meta.fused_layout import FusedLayout
 from magi_attention.meta.plan import Plan
-from magi_attention.meta.planner import build_plan
+from magi_attention.meta.planner import PlanOptions, build_plan
 from magi_attention.testing.masks import random_slices
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -40,7 +40,7 @@ TOTAL = 41
 def make_plan(seed: int, cp: int, degree: int) -> Plan:
     slices = SliceTable(random_slices(np.random.default_rng(seed), TOTAL, TOTAL, max_slices=8))
     config = DistAttnConfig(DispatchConfig(4), OverlapConfig(degree=degree, min_chunk_size=2))
-    return build_plan(slices, TOTAL, cp, config=config, cu_seqlens=(0, 17, TOTAL))
+    return build_plan(slices, TOTAL, cp, PlanOptions(cu_seqlens=(0, 17, TOTAL)), config=config)
 
 
 def use(transport, plan: Plan, backend: str, hierarchy=None) -> tuple[TokenLayout, AttnRuntime, torch.Tensor]:
