@@ -52,15 +52,15 @@ class Spy:
         assert event == 5
         self._stream_order.exit()
 
-    def forward_fused(self, q, k, v, remote, options, sink, event):
+    def forward_final(self, x, remote, event):
         assert event == 5
         self.say(remote)
         self.say("kernel")
 
-    def backward_fused(self, dout, q, k, v, out, lse, remote, *rest):
+    def backward_fused(self, x, remote):
         self.say(remote)
         self.say("kernel")
-        return RemoteGrads(q, k, v, None, 3, 4, q)
+        return RemoteGrads(x.q, x.k, x.v, None, 3, 4, x.q)
 
 
 def one_launch(spy: Spy, monkeypatch) -> FusedAttention:

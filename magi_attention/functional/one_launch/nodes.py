@@ -22,6 +22,7 @@ from magi_attention.functional.one_launch.base import OneLaunch, Shapes, arrival
 from magi_attention.kernels import AttnOptions, Grads
 from magi_attention.kernels.ffa.backend import FfaBackend
 from magi_attention.kernels.ffa.peer_kv import RemoteKeys, RemoteMask, remote_params
+from magi_attention.kernels.types import BackwardOperands, Operands
 from magi_attention.meta.node_layout import NodeLayout, RankNodeLayout
 from magi_attention.meta.plan import Plan
 
@@ -46,7 +47,8 @@ class NodeFusedAttention(OneLaunch):
         launches, k, v = self._of(q, k, v)
         with group.ordered(is_beside=False) as turn:  # all of it is on the current stream, so the host waits for nobody
             launches.exchange.cast.copy_in((k, v))
-            got = backend.forward_fused(q, k, v, launches.forward, options, sink)
+            x = Operands(q, k, v, self.part.slices, options, sink)
+            got = backend.forward_final(x, remote=launches.forward)
             launches.exchange.cast.finish(turn.stream)
         group.check_if_done(_FORWARD)
         return got
@@ -62,7 +64,8 @@ class NodeFusedAttention(OneLaunch):
         cast, reduce = launches.exchange.cast, launches.exchange.reduce
         with group.ordered(is_beside=False) as turn:
             cast.copy_in((k, v))
-            grads = backend.backward_fused(dout, q, k, v, out, lse, launches.backward, options, sink, delta)
+            x = BackwardOperands(dout, q, k, v, out, lse, self.part.slices, options, sink, delta)
+            grads = backend.backward_fused(x, launches.backward)
             reduce.run(turn.stream)
             sums, to = (grads.dk_sums, grads.dv_sums), (grads.dk.data_ptr(), grads.dv.data_ptr())
             launches.add(sums, to, 0, turn.stream)

@@ -20,6 +20,7 @@ from magi_attention.functional.one_launch.base import OneLaunch, Shapes, arrival
 from magi_attention.kernels import AttnOptions, Grads
 from magi_attention.kernels.ffa.backend import FfaBackend
 from magi_attention.kernels.ffa.peer_kv import RemoteKeys, RemoteMask, remote_params
+from magi_attention.kernels.types import BackwardOperands, Operands
 from magi_attention.meta.fused_layout import FusedLayout, RankFusedLayout
 from magi_attention.meta.plan import Plan
 
@@ -49,7 +50,8 @@ class FusedAttention(OneLaunch):
         launches.check("attention forward")
         event = launches.group.enter(stream)
         try:
-            return backend.forward_fused(q, k, v, launches.forward, options, sink, event)
+            x = Operands(q, k, v, self.part.slices, options, sink)
+            return backend.forward_final(x, remote=launches.forward, event=event)
         except BaseException:
             launches.group.exit_early(event)
             raise
@@ -64,7 +66,8 @@ class FusedAttention(OneLaunch):
         launches.check("attention backward")
         event = launches.group.enter(stream)
         try:
-            grads = backend.backward_fused(dout, q, k, v, out, lse, launches.backward, options, sink, delta)
+            x = BackwardOperands(dout, q, k, v, out, lse, self.part.slices, options, sink, delta)
+            grads = backend.backward_fused(x, launches.backward)
             sums, to = (grads.dk_sums, grads.dv_sums), (grads.dk.data_ptr(), grads.dv.data_ptr())
             launches.reduce(sums, to, event, stream)
         except BaseException:
