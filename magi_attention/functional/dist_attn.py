@@ -134,7 +134,8 @@ def run_backward(
         call.ensure_backward(dout)
         if prepared.fused is not None:
             attention, backend = prepared.fused
-            grads = attention.backward(backend, dout, q, k, v, out, lse, options, sink, delta)
+            slices = attention.part.slices
+            grads = attention.backward(backend, BackwardOperands(dout, q, k, v, out, lse, slices, options, sink, delta))
             call.record("compute", HOST, start)
             reduce_dsink(call, grads.dsink)
         elif runtime.queries is not None:
@@ -182,7 +183,9 @@ def _forward_fused(
     """One kernel over local keys and those that arrive while it runs."""
     prepared, start = call.prepared, time.perf_counter()
     assert prepared.fused is not None
-    got = Forward(*prepared.fused.attention.forward(prepared.fused.backend, q, k, v, prepared.forward_alone, sink))
+    attention, backend = prepared.fused
+    x = Operands(q, k, v, attention.part.slices, prepared.forward_alone, sink)
+    got = Forward(*attention.forward(backend, x))
     call.record("compute", HOST, start)
     return got
 
