@@ -20,6 +20,7 @@ from masks import Case
 
 from magi_attention.common.slices import SliceTable
 from magi_attention.kernels import AttnOptions, Grads, Partial, Problem, default_registry
+from magi_attention.kernels.types import BackwardOperands, Operands
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Calls = list[Callable[[], Any]]
@@ -124,8 +125,8 @@ class Kernel:
 
         def call() -> tuple[torch.Tensor, torch.Tensor]:
             if self._has_final:
-                return self.backend.forward_final(q, k, v, slices, self.options)[:2]
-            partial = self.backend.forward(q, k, v, slices, self.options)
+                return self.backend.forward_final(Operands(q, k, v, slices, self.options))[:2]
+            partial = self.backend.forward(Operands(q, k, v, slices, self.options))
             return partial.out.to(q.dtype), partial.lse
 
         return self._run(call)
@@ -135,20 +136,20 @@ class Kernel:
 
         def call() -> Tensors:
             if self._has_final:
-                grads = self.backend.backward_final(dout, q, k, v, out, lse, slices, self.options)
+                grads = self.backend.backward_final(BackwardOperands(dout, q, k, v, out, lse, slices, self.options))
                 return grads.dq, grads.dk, grads.dv
-            grads = self.backend.backward(dout, q, k, v, out, lse, slices, self.options)
+            grads = self.backend.backward(BackwardOperands(dout, q, k, v, out, lse, slices, self.options))
             return grads.dq.to(q.dtype), grads.dk.to(q.dtype), grads.dv.to(q.dtype)
 
         return self._run(call)
 
     def add(self, partial: Partial | None, q, k, v, slices: SliceTable) -> Partial:
         """Attention to further keys, merged by lse into ``partial`` (float32) inside the kernel."""
-        return self._run(lambda: self.backend.forward(q, k, v, slices, self.options, init=partial))
+        return self._run(lambda: self.backend.forward(Operands(q, k, v, slices, self.options), partial))
 
     def add_grads(self, grads: Grads, dout, q, k, v, out, lse, slices: SliceTable) -> None:
         """Gradients of these keys, added to ``grads`` (float32) inside the kernel."""
-        self._run(lambda: self.backend.backward(dout, q, k, v, out, lse, slices, self.options, init=grads))
+        self._run(lambda: self.backend.backward(BackwardOperands(dout, q, k, v, out, lse, slices, self.options), grads))
 
 
 class Groups:

@@ -33,8 +33,9 @@ from magi_attention.api import (
     MinHeapDispatchAlg,
     make_plan,
 )
+from magi_attention.common.intervals import sum_by
 from magi_attention.meta.bounds import blocks_of, least_rows
-from magi_attention.meta.chunking import Cut, chunk_areas, sum_by
+from magi_attention.meta.chunking import Cut, chunk_areas
 from magi_attention.meta.solver.links import count_rows
 
 CHUNKS = 16  # of a rank

@@ -48,6 +48,7 @@ from magi_attention.comm.transport.torch import as_transport  # noqa: E402
 from magi_attention.common.group_spec import GroupSpec  # noqa: E402
 from magi_attention.config import GrpCollConfig  # noqa: E402
 from magi_attention.kernels import AttnOptions  # noqa: E402
+from magi_attention.kernels.types import Operands  # noqa: E402
 
 PARTS = {
     "nodes": ("node_exchange", "casts and reduces over logical nodes, by NVSHMEM"),
@@ -193,7 +194,7 @@ def beside(rows: int, tokens: int, options: argparse.Namespace) -> dict:
     attn, side = AttnOptions(q.shape[2] ** -0.5), torch.cuda.Stream()
 
     def attention() -> None:
-        backend.forward_final(q, k, v, case.mask.slices, attn)
+        backend.forward_final(Operands(q, k, v, case.mask.slices, attn))
 
     def both() -> None:
         side.wait_stream(torch.cuda.current_stream())

@@ -43,7 +43,7 @@ from magi_attention.kernels.ffa.schedule.work_tiles import WorkTileShape
 from magi_attention.kernels.types import AttnOptions
 from magi_attention.meta.fused_layout import FusedLayout
 from magi_attention.meta.plan import Plan
-from magi_attention.meta.planner import build_plan
+from magi_attention.meta.planner import PlanOptions, build_plan
 from magi_attention.native.ffa import FfaTile
 
 HEADS, HEADS_KV, DIM, PROCESSORS = 64, 8, 128, 132
@@ -103,9 +103,7 @@ def many_ranks(clock: Clock, slices: SliceTable, tokens: int, ranks: int) -> Non
 
     def build(alg: DispatchAlg) -> Plan:
         config = DistAttnConfig(DispatchConfig(alg=alg))
-        return build_plan(
-            slices, tokens, ranks, config=config, num_heads_q=HEADS, num_heads_kv=HEADS_KV, head_dim=DIM
-        )
+        return build_plan(slices, tokens, ranks, PlanOptions(HEADS, HEADS_KV, DIM), config=config)
 
     plan = clock.time("dispatch", lambda: build(MinHeapDispatchAlg()))
     clock.time("locality", lambda: build(LocalityDispatchAlg()))

@@ -21,6 +21,7 @@ from masks import SHARED_KEYS, Case
 from magi_attention.kernels import AttnOptions, Problem
 from magi_attention.kernels.cudnn_flex.endpoints import key_endpoints
 from magi_attention.kernels.registry import default_registry
+from magi_attention.kernels.types import Operands
 
 Run = Callable[[], torch.Tensor]
 Make = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Case], Run]
@@ -42,7 +43,7 @@ def our_backend(name: str = "ffa"):
 def forward_of(backend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: Case) -> Run:
     """``forward_final`` of a backend."""
     options, slices = AttnOptions(q.shape[2] ** -0.5), case.mask.slices
-    return lambda: backend.forward_final(q, k, v, slices, options)[0]
+    return lambda: backend.forward_final(Operands(q, k, v, slices, options))[0]
 
 
 def _ours_host(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: Case) -> Run:

@@ -14,7 +14,7 @@ from masks import Case
 from peers import OUR_WHEELS, Make, our_backend, our_wheel
 
 from magi_attention.kernels import AttnOptions
-from magi_attention.kernels.types import FinalBackend
+from magi_attention.kernels.types import BackwardOperands, FinalBackend, Operands
 
 Grads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 MakeGrads = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, Case], Callable[[], Grads]]
@@ -32,19 +32,21 @@ class OurGradients:
         self._final = None if is_both else self._forward()
 
     def _forward(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._backend.forward_final(*self._tensors, self._slices, self._options)[:2]
+        return self._backend.forward_final(Operands(*self._tensors, self._slices, self._options))[:2]
 
     def __call__(self) -> Grads:
         out, lse = self._final or self._forward()
-        grads = self._backend.backward_final(self._dout, *self._tensors, out, lse, self._slices, self._options)
+        grads = self._backend.backward_final(
+            BackwardOperands(self._dout, *self._tensors, out, lse, self._slices, self._options)
+        )
         return grads.dq, grads.dk, grads.dv
 
     @property
     def workspace_bytes(self) -> int | None:
         """For the prepared backward call, so there must have been one; None if it cannot be told."""
         # The options were made for this object, so they tell its calls from all others.
-        calls_of = getattr(self._backend, "calls_of", None)
-        prepared = calls_of(self._tensors[0]).backward._prepared.values() if calls_of else ()
+        calls = getattr(self._backend, "_backward", None)
+        prepared = calls._prepared.values() if calls else ()
         return max((c.workspace_like.numel() for c in prepared if c.options is self._options), default=None)
 
 

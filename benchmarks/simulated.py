@@ -50,9 +50,9 @@ from magi_attention.common.intervals import merge_intervals  # noqa: E402
 from magi_attention.common.mask import Mask  # noqa: E402
 from magi_attention.common.slices import SliceTable  # noqa: E402
 from magi_attention.config import DispatchConfig, DistAttnConfig, LocalityDispatchAlg, OverlapConfig, links  # noqa: E402
-from magi_attention.meta.chunking import Cut, chunk_bounds, owners  # noqa: E402
+from magi_attention.meta.chunking import Cut, chunk_bounds  # noqa: E402
 from magi_attention.meta.plan import Plan  # noqa: E402
-from magi_attention.meta.planner import build_plan, plan_for_partitions  # noqa: E402
+from magi_attention.meta.planner import PlanOptions, build_plan, plan_for_partitions  # noqa: E402
 from magi_attention.meta.solver.links import count_rows  # noqa: E402
 from magi_attention.meta.solver.locality import (  # noqa: E402
     TOLERATED,
@@ -62,6 +62,7 @@ from magi_attention.meta.solver.locality import (  # noqa: E402
     swap_down,
     two_ended,
 )
+from magi_attention.meta.solver.ownership import owners  # noqa: E402
 from magi_attention.meta.solver.partition import min_heap, sequential  # noqa: E402
 from magi_attention.tools.simulate import ours  # noqa: E402
 from magi_attention.tools.simulate.events import Outcome  # noqa: E402
@@ -145,8 +146,8 @@ def partitions_like(mask: Mask, world: int, chunk: int, rows: int, balance: floa
 
 def plan_by(mask: Mask, chunk: int, partitions: Sequence[Sequence[int]], cluster: Cluster, degree: int) -> Plan:
     return plan_for_partitions(
-        mask.slices, mask.total_q, 0, chunk, partitions, overlap=OverlapConfig(degree=degree),
-        num_heads_q=cluster.heads_q, num_heads_kv=cluster.heads_kv, head_dim=cluster.head_dim,
+        mask.slices, mask.total_q, 0, chunk, partitions,
+        PlanOptions(cluster.heads_q, cluster.heads_kv, cluster.head_dim), overlap=OverlapConfig(degree=degree),
     )  # fmt: skip
 
 
@@ -189,8 +190,8 @@ def plan_over_nodes(mask: Mask, world: int, chunk: int, cluster: Cluster, degree
     nodes = cluster.node if 1 < cluster.node < world else None
     dispatch = DispatchConfig(chunk, alg=LocalityDispatchAlg(), nodes=nodes)
     return build_plan(
-        mask.slices, mask.total_q, world, config=DistAttnConfig(dispatch, OverlapConfig(degree=degree)),
-        num_heads_q=cluster.heads_q, num_heads_kv=cluster.heads_kv, head_dim=cluster.head_dim,
+        mask.slices, mask.total_q, world, PlanOptions(cluster.heads_q, cluster.heads_kv, cluster.head_dim),
+        config=DistAttnConfig(dispatch, OverlapConfig(degree=degree)),
     )  # fmt: skip
 
 

@@ -50,7 +50,7 @@ from magi_attention.functional.attention_check import note_call
 from magi_attention.meta import chunking, metas
 from magi_attention.meta.chunking import resolve_chunk_size
 from magi_attention.meta.plan import Plan
-from magi_attention.meta.planner import build_plan, check_heads, plan_for_partitions
+from magi_attention.meta.planner import PlanOptions, build_plan, check_heads, plan_for_partitions
 
 GeneralAttnMaskType = str | AttnMaskType | Sequence[str] | Sequence[AttnMaskType]
 _MISSING = "The dist attn runtime key does not exist!"
@@ -108,10 +108,8 @@ def magi_attn_flex_key(
     totals = (mask.total_q + pad, mask.total_k + pad)
     key = init_dist_attn_runtime_key(*padded, *totals, *heads, pad, chunk, group, mesh, config)
 
-    build = partial(
-        build_plan, mask.slices, mask.total_q, cp_size, num_heads_q=num_heads_q, num_heads_kv=num_heads_kv,
-        head_dim=head_dim, min_chunks_per_rank=flags.min_chunks_per_rank, query_moves=key.flags.query_moves,
-    )  # fmt: skip
+    options, least = PlanOptions(*heads, query_moves=key.flags.query_moves), flags.min_chunks_per_rank
+    build = partial(build_plan, mask.slices, mask.total_q, cp_size, options, min_chunks_per_rank=least)
 
     def make() -> RuntimeManager:
         mask.check()
@@ -204,12 +202,9 @@ def make_flex_key_for_new_mask_after_dispatch(
             old.plan.pad_size,
             old.plan.chunk_size,
             old.plan.partitions,
+            PlanOptions(*heads, query_moves=key.flags.query_moves),
             overlap=config.overlap_config,
             uneven_shard=old.plan.uneven_shard,
-            num_heads_q=heads[0],
-            num_heads_kv=heads[1],
-            head_dim=heads[2],
-            query_moves=key.flags.query_moves,
             nodes=old.plan.nodes,
         )
         advise_other_mask(plan)

@@ -12,6 +12,7 @@ anew. Settings of the environment are those of the time when the model was compi
 from __future__ import annotations
 
 import weakref
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -50,7 +51,7 @@ from magi_attention.kernels.dropout import dropout_of
 from magi_attention.kernels.ffa.ahead import KernelTiles
 from magi_attention.meta import plan as meta_plan
 from magi_attention.meta.explain import explain
-from magi_attention.meta.planner import build_plan, plan_for_partitions
+from magi_attention.meta.planner import PlanOptions, build_plan, plan_for_partitions
 
 DEFAULT_BALANCE = 1.02  # without a chunk size, chunks are refined until the heaviest rank is within 2%
 
@@ -147,21 +148,16 @@ class Plan(meta_plan.Plan):
         of this plan do not complete it."""
         _check_square(mask, self.total_tokens)
         mask.check()
+        options = PlanOptions.of(self)
         plan = plan_for_partitions(
             mask.slices,
             self.total_tokens,
             self.pad_size,
             self.chunk_size,
             self.partitions,
+            options if mask.cu_seqlens is None else replace(options, cu_seqlens=mask.cu_seqlens),
             overlap=overlap or self.overlap,
             uneven_shard=self.uneven_shard,
-            num_heads_q=self.num_heads_q,
-            num_heads_kv=self.num_heads_kv,
-            head_dim=self.head_dim,
-            cu_seqlens=self.cu_seqlens if mask.cu_seqlens is None else mask.cu_seqlens,
-            plan_type=Plan,
-            query_moves=self.query_moves,
-            rates=self.rates,
             nodes=self.nodes,
         )
         advise_other_mask(plan)
@@ -280,20 +276,10 @@ def make_plan(
     if check:
         mask.check()
     flags = RuntimeFlags.from_env()
+    options = PlanOptions(num_heads_q, num_heads_kv, head_dim, mask.cu_seqlens, query_moves, rates, Plan)
+    least = flags.min_chunks_per_rank
     return build_plan(
-        mask.slices,
-        mask.total_q,
-        cp_size,
-        config=config,
-        num_heads_q=num_heads_q,
-        num_heads_kv=num_heads_kv,
-        head_dim=head_dim,
-        min_chunks_per_rank=flags.min_chunks_per_rank,
-        balance=balance,
-        cu_seqlens=mask.cu_seqlens,
-        plan_type=Plan,
-        query_moves=query_moves,
-        rates=rates,
+        mask.slices, mask.total_q, cp_size, options, config=config, min_chunks_per_rank=least, balance=balance
     )
 
 

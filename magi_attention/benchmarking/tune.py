@@ -49,7 +49,7 @@ class Sizes:
     repeats: int
 
 
-KIB, MIB = 2**10, 2**20
+KIB = 2**10
 ON_GPU = Sizes(
     ((64, 8, 128), (32, 32, 128), (64, 8, 64), (32, 32, 64), (16, 16, 256)), (2048, 8192, 32_768),
     tuple(4**i * 64 * KIB for i in range(7)), 16_384, torch.bfloat16, 10,

@@ -44,6 +44,13 @@ def ramps(first: NDArray[np.int64] | int, counts: NDArray[np.int64]) -> NDArray[
     return numbers
 
 
+def sum_by(index: NDArray[np.int64], values: NDArray[np.int64], size: int) -> NDArray[np.int64]:
+    """Exact int64 sums of ``values`` per index (bincount would go through float64)."""
+    out = np.zeros(size, dtype=np.int64)
+    np.add.at(out, index, values)
+    return out
+
+
 def intersect_intervals(a: NDArray[np.int64], b: NDArray[np.int64]) -> NDArray[np.int64]:
     """Points in both unions."""
     a, b = merge_intervals(a), merge_intervals(b)

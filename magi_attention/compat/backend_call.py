@@ -14,7 +14,7 @@ from magi_attention.common.scalars import as_float
 from magi_attention.common.slices import SliceTable
 from magi_attention.kernels.registry import default_registry
 from magi_attention.kernels.tables import table_from_attn_arg
-from magi_attention.kernels.types import AttnOptions, Backend, as_scale, options_of
+from magi_attention.kernels.types import AttnOptions, Backend, BackwardOperands, Operands, as_scale, options_of
 
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
 
@@ -49,7 +49,7 @@ def run_forward(
     options: AttnOptions,
 ) -> tuple[torch.Tensor, AttnForwardMeta]:
     """``(out (Tq, Hq, Dv) in q's dtype, AttnForwardMeta)``."""
-    got = backend.forward(q, k, v, _slices_of(attn_arg), options, sink)
+    got = backend.forward(Operands(q, k, v, _slices_of(attn_arg), options, sink))
     return got.out.to(q.dtype), AttnForwardMeta(got.lse, got.max_logits)
 
 
@@ -66,6 +66,6 @@ def run_backward(
     options: AttnOptions,
 ) -> Gradients:
     """``(dq, dk, dv, dsink)`` in the dtypes of q, k, v, sink. ``o`` and ``lse`` are final, sinks included."""
-    got = backend.backward(do, q, k, v, o, lse, _slices_of(attn_arg), options, sink)
+    got = backend.backward(BackwardOperands(do, q, k, v, o, lse, _slices_of(attn_arg), options, sink))
     dsink = None if sink is None or got.dsink is None else got.dsink.to(sink.dtype)
     return got.dq.to(q.dtype), got.dk.to(k.dtype), got.dv.to(v.dtype), dsink

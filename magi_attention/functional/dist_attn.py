@@ -32,7 +32,7 @@ from magi_attention.kernels.dropout import Dropout
 from magi_attention.kernels.instruments import BACKWARD_RANGE, FORWARD_RANGE, profiler_range
 from magi_attention.kernels.reference.operands import delta_with_dlse, row_delta
 from magi_attention.kernels.rows.kernels import rounded
-from magi_attention.kernels.types import FinalBackend
+from magi_attention.kernels.types import BackwardOperands, FinalBackend, Operands
 
 
 def dist_attn(
@@ -134,7 +134,8 @@ def run_backward(
         call.ensure_backward(dout)
         if prepared.fused is not None:
             attention, backend = prepared.fused
-            grads = attention.backward(backend, dout, q, k, v, out, lse, options, sink, delta)
+            slices = attention.part.slices
+            grads = attention.backward(backend, BackwardOperands(dout, q, k, v, out, lse, slices, options, sink, delta))
             call.record("compute", HOST, start)
             reduce_dsink(call, grads.dsink)
         elif runtime.queries is not None:
@@ -142,8 +143,9 @@ def run_backward(
             reduce_dsink(call, grads.dsink)
             grads.dq, grads.dk, grads.dv = rounded((grads.dq, grads.dk, grads.dv), q.dtype)
         elif runtime.is_local and prepared.final is not None:
-            run, dropout = prepared.final.backward_final, call.dropout_mask(HOST, q.device)
-            grads = run(dout, q, k, v, out, lse, runtime.part.host, options, sink, dropout, delta)
+            slices, dropout = runtime.part.host, call.dropout_mask(HOST, q.device)
+            x = BackwardOperands(dout, q, k, v, out, lse, slices, options, sink, delta, dropout)
+            grads = prepared.final.backward_final(x)
             call.record("compute", HOST, start)
             reduce_dsink(call, grads.dsink)
         else:
@@ -181,7 +183,9 @@ def _forward_fused(
     """One kernel over local keys and those that arrive while it runs."""
     prepared, start = call.prepared, time.perf_counter()
     assert prepared.fused is not None
-    got = Forward(*prepared.fused.attention.forward(prepared.fused.backend, q, k, v, prepared.forward_alone, sink))
+    attention, backend = prepared.fused
+    x = Operands(q, k, v, attention.part.slices, prepared.forward_alone, sink)
+    got = Forward(*attention.forward(backend, x))
     call.record("compute", HOST, start)
     return got
 
@@ -198,10 +202,11 @@ def _forward_blocking(
         k, v, slices = torch.cat([k, k_remote]), torch.cat([v, v_remote]), runtime.part.joined
         keys = JOINED
     start, dropout = time.perf_counter(), call.dropout_mask(keys, q.device)
+    x = Operands(q, k, v, slices, prepared.forward_alone, sink, dropout)
     if prepared.final is not None:
-        got = Forward(*prepared.final.forward_final(q, k, v, slices, prepared.forward_alone, sink, dropout))
+        got = Forward(*prepared.final.forward_final(x))
     else:
-        partial = prepared.backend.forward(q, k, v, slices, prepared.forward_alone, sink, None, dropout)
+        partial = prepared.backend.forward(x)
         got = Forward(partial.out.to(q.dtype), partial.lse, partial.max_logits)
     call.record("compute", HOST, start)
     return got
@@ -228,7 +233,7 @@ def _forward_staged(
         fetch_next()
     start = time.perf_counter()
     dropout = call.dropout_mask(HOST, q.device)
-    partial = prepared.backend.forward(q, k, v, runtime.part.host, prepared.forward, sink, None, dropout)
+    partial = prepared.backend.forward(Operands(q, k, v, runtime.part.host, prepared.forward, sink, dropout))
     call.record("compute", HOST, start)
     for s, stage in enumerate(stages):
         k_stage, v_stage = fetches.pop(s).wait()
@@ -237,8 +242,8 @@ def _forward_staged(
         if len(stage.slices):
             start = time.perf_counter()
             options = prepared.forward if fetches else prepared.forward_alone
-            dropout = call.dropout_mask(s, q.device)
-            partial = prepared.backend.forward(q, k_stage, v_stage, stage.slices, options, None, partial, dropout)
+            x = Operands(q, k_stage, v_stage, stage.slices, options, dropout=call.dropout_mask(s, q.device))
+            partial = prepared.backend.forward(x, partial)
             call.record("compute", s, start)
         if s == len(stages) - 1 and runtime.keeps_tail:
             tail = (k_stage, v_stage)
@@ -275,10 +280,9 @@ class _Backward:
             if self.delta is None:
                 self.delta = row_delta(self.out, self.dout, None)
             init = Grads(self.dq, *(into or self._zeros(k, v)))
-        backend = self.call.prepared.backend
-        operands = (self.dout, self.q, k, v, self.out, self.lse)
         dropout = self.call.dropout_mask(keys, self.q.device)
-        grads = backend.backward(*operands, slices, options, sink, self.delta, init, dropout)
+        x = BackwardOperands(self.dout, self.q, k, v, self.out, self.lse, slices, options, sink, self.delta, dropout)
+        grads = self.call.prepared.backend.backward(x, init)
         if init is None:
             self.dq, self.delta = grads.dq, grads.delta
         self.call.record("compute", max(keys, HOST), start)

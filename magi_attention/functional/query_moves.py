@@ -19,6 +19,7 @@ from magi_attention.functional.runtime import HOST, JOINED, QUERIES, AttnCall
 from magi_attention.functional.stage_comm import Handle
 from magi_attention.kernels import Grads, Partial, accumulation_dtype
 from magi_attention.kernels.reference.operands import row_delta
+from magi_attention.kernels.types import BackwardOperands, Operands
 
 _FEW = 4  # rows are few if a rank has so many times as many of its own
 
@@ -41,7 +42,8 @@ def forward_with_moves(
     q, k, v = (rows_by_group(x, runtime.head_groups) for x in (q, k, v))
     backend, stage, start = prepared.backend, part.stages[0], time.perf_counter()
     keys, queries = runtime.comms[0].fetch(k, v), runtime.queries.fetch(q)
-    partial = backend.forward(q, k, v, part.host, prepared.forward, sink, None, call.dropout_mask(HOST, q.device))
+    x = Operands(q, k, v, part.host, prepared.forward, sink, call.dropout_mask(HOST, q.device))
+    partial = backend.forward(x)
     call.record("compute", HOST, start)
     k_remote, v_remote = keys.wait()
     (q_remote,) = queries.wait()
@@ -49,14 +51,14 @@ def forward_with_moves(
 
     start, dropout = time.perf_counter(), call.dropout_mask(JOINED, q.device, QUERIES)
     both = _behind(k, k_remote), _behind(v, v_remote)
-    others = backend.forward(q_remote, *both, part.queries.slices, prepared.forward, None, None, dropout)
+    others = backend.forward(Operands(q_remote, *both, part.queries.slices, prepared.forward, None, dropout))
     wire = others.out.dtype if runtime.policy.forward_high_precision_reduce else q.dtype
     back = runtime.queries.give_back(
         (others.out, others.lse), (wire, others.lse.dtype), (partial.out, partial.lse), "lse"
     )
     if len(stage.slices):
         dropout = call.dropout_mask(0, q.device)
-        backend.forward(q, k_remote, v_remote, stage.slices, prepared.forward_alone, None, partial, dropout)
+        backend.forward(Operands(q, k_remote, v_remote, stage.slices, prepared.forward_alone, None, dropout), partial)
     call.record("compute", 0, start)
     back.wait()
     out, lse = (heads_by_token(x, runtime.head_groups) for x in (partial.out.to(q.dtype), partial.lse))
@@ -103,7 +105,8 @@ def _backward_staged(
     backend, stage, rows, start = prepared.backend, part.stages[0], part.num_tokens, time.perf_counter()
     dout, q, k, v, out, lse = operands
     dropout = call.dropout_mask(HOST, q.device)
-    grads = backend.backward(dout, q, k, v, out, lse, part.host, prepared.backward, sink, delta, None, dropout)
+    local = BackwardOperands(dout, q, k, v, out, lse, part.host, prepared.backward, sink, delta, dropout)
+    grads = backend.backward(local)
     call.record("compute", HOST, start)
     k_remote, v_remote = keys.wait()
     q_remote, dout_remote, lse_remote, delta_remote = queries.wait()
@@ -113,7 +116,8 @@ def _backward_staged(
     both = _behind(k, k_remote), _behind(v, v_remote)
     # With delta nobody reads out.
     received = (dout_remote, q_remote, *both, dout_remote, lse_remote)
-    others = backend.backward(*received, part.queries.slices, prepared.backward, None, delta_remote, None, dropout)
+    slices = part.queries.slices
+    others = backend.backward(BackwardOperands(*received, slices, prepared.backward, None, delta_remote, dropout))
     wire = accumulation_dtype(q.dtype) if runtime.policy.high_precision_reduce else q.dtype
     back = runtime.queries.give_back((others.dq,), (wire,), (grads.dq,), "sum")
     grads.dk += others.dk[:rows]
@@ -121,8 +125,8 @@ def _backward_staged(
     dk_remote, dv_remote = others.dk[rows:].contiguous(), others.dv[rows:].contiguous()
     if len(stage.slices):
         init, dropout = Grads(grads.dq, dk_remote, dv_remote), call.dropout_mask(0, q.device)
-        here = (dout, q, k_remote, v_remote, out, lse)
-        backend.backward(*here, stage.slices, prepared.backward_alone, None, delta, init, dropout)
+        here, options = (dout, q, k_remote, v_remote, out, lse), prepared.backward_alone
+        backend.backward(BackwardOperands(*here, stage.slices, options, None, delta, dropout), init)
     call.record("compute", 0, start)
     keys_back = runtime.comms[0].give_back(dk_remote, dv_remote, grads.dk, grads.dv, wire)
     back.wait()
@@ -142,11 +146,12 @@ def _backward_joined(
     k, v = (_behind(*pair) for pair in zip(columns, keys.wait()))
     call.record("comm", 0, start)
     start, own, is_high = time.perf_counter(), part.num_tokens, runtime.policy.high_precision_reduce
-    operands = (dout, q, k, v, dout, lse)  # with delta nobody reads out
+    # With delta nobody reads out.
+    x = BackwardOperands(dout, q, k, v, dout, lse, part.with_queries, prepared.backward, None, delta)
     if prepared.final is None or is_high:
-        grads = prepared.backend.backward(*operands, part.with_queries, prepared.backward, None, delta)
+        grads = prepared.backend.backward(x)
     else:
-        grads = prepared.final.backward_final(*operands, part.with_queries, prepared.backward, None, None, delta)
+        grads = prepared.final.backward_final(x)
     call.record("compute", HOST, start)
     wire = accumulation_dtype(q.dtype) if is_high else q.dtype
     (dq, dk, dv), grads.dq = (x[own:] for x in (grads.dq, grads.dk, grads.dv)), grads.dq[:own]

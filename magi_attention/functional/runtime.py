@@ -352,7 +352,7 @@ class AttnRuntime:
                 self._has_said_why = True
                 _log.warning("Attention runs stage by stage over the process group, because queries move in this plan.")
             return None
-        if q.device.type != "cuda" or not hasattr(backend, "forward_fused"):
+        if q.device.type != "cuda" or not hasattr(backend, "backward_fused"):
             if mode == "fused" and not self._has_said_why:
                 self._has_said_why = True
                 _log.warning(

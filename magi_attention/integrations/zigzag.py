@@ -15,7 +15,7 @@ from magi_attention.api import Mask, Plan
 from magi_attention.common.infer import as_cu_seqlens
 from magi_attention.common.slices import SliceTable
 from magi_attention.errors import ContractError
-from magi_attention.meta.planner import plan_for_partitions
+from magi_attention.meta.planner import PlanOptions, plan_for_partitions
 
 
 @lru_cache(maxsize=64)  # the layers of some batches; equal calls give the plan that has been used
@@ -55,7 +55,8 @@ def zigzag_plan(
             for part in range(2 * cp_size):
                 first = begin // size + part * per_part
                 owners[min(part, 2 * cp_size - 1 - part)] += range(first, first + per_part)
-    return plan_for_partitions(mask.slices, bounds[-1], 0, size, owners, cu_seqlens=mask.cu_seqlens, plan_type=Plan)
+    options = PlanOptions(cu_seqlens=mask.cu_seqlens, plan_type=Plan)
+    return plan_for_partitions(mask.slices, bounds[-1], 0, size, owners, options)
 
 
 def _mask_with_pads(

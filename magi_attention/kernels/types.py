@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -69,15 +69,6 @@ class AttnOptions:
             raise ContractError(f"sm_margin is {self.sm_margin}; give 0 or a positive number of SMs.")
 
 
-def check_dropout(options: AttnOptions, dropout: DropoutMask | None, q: torch.Tensor, k: torch.Tensor) -> None:
-    """Raises ``ContractError`` unless options and mask say the same, and the mask fits the rows."""
-    share = 0.0 if dropout is None else dropout.dropout.p
-    if options.dropout_p != share:
-        raise ContractError(f"dropout_p is {options.dropout_p} in the options and {share} in the call; give one.")
-    if dropout is not None:
-        dropout.check(q, k)
-
-
 def as_scale(softmax_scale: object) -> float:
     """A softmax scale, given as a number, as a float."""
     learn = "To learn a scale, multiply q by it and pass softmax_scale as a float."
@@ -86,6 +77,77 @@ def as_scale(softmax_scale: object) -> float:
 
 # Equal options are one object, by which backends recognise a call that they have prepared.
 options_of = lru_cache(maxsize=512)(AttnOptions)
+
+
+class RangeTensors(NamedTuple):
+    """A mask as tensors on the device of q: (N, 2), (N, 2) and (N,) or None for all FULL; integers."""
+
+    q_ranges: torch.Tensor
+    k_ranges: torch.Tensor
+    types: torch.Tensor | None
+
+
+class Operands(NamedTuple):
+    """What a forward reads: q, k and v as above, of any strides, and what is asked of them.
+
+    ``mask``: every backend reads a ``SliceTable``, and only "ffa" reads ``RangeTensors``. Backends know a call again by
+    the object ``options``. ``sink`` adds its mass once, so a staged computation gives it to one stage only.
+    A named tuple, because one is made for each call: it takes a third of the time of a frozen dataclass.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    mask: SliceTable | RangeTensors
+    options: AttnOptions
+    sink: torch.Tensor | None = None
+    dropout: DropoutMask | None = None
+
+    @property
+    def slices(self) -> SliceTable:
+        """The mask as a table; ``UnsupportedError`` for range tensors."""
+        return _table(self.mask)
+
+
+class BackwardOperands(NamedTuple):
+    """What a backward reads: ``dout`` (Tq, Hq, Dv) and what the forward had.
+
+    ``out`` and ``lse`` are the final ones of each row, over all stages and with the sink, so that ``exp(s - lse)`` is
+    the final weight. ``delta`` (Tq, Hq) is ``sum_d out * dout`` if the caller has it, less the gradient of lse if there
+    is one (``delta_with_dlse``); nobody reads the values of ``out`` then.
+    """
+
+    dout: torch.Tensor
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    out: torch.Tensor
+    lse: torch.Tensor
+    mask: SliceTable | RangeTensors
+    options: AttnOptions
+    sink: torch.Tensor | None = None
+    delta: torch.Tensor | None = None
+    dropout: DropoutMask | None = None
+
+    @property
+    def slices(self) -> SliceTable:
+        """The mask as a table; ``UnsupportedError`` for range tensors."""
+        return _table(self.mask)
+
+
+def _table(mask: SliceTable | RangeTensors) -> SliceTable:
+    if not isinstance(mask, SliceTable):
+        raise UnsupportedError("This backend reads no range tensors; give a SliceTable, or use backend ffa.")
+    return mask
+
+
+def check_dropout(x: Operands | BackwardOperands) -> None:
+    """Raises ``ContractError`` unless options and mask say the same, and the mask fits the rows."""
+    share = 0.0 if x.dropout is None else x.dropout.dropout.p
+    if x.options.dropout_p != share:
+        raise ContractError(f"dropout_p is {x.options.dropout_p} in the options and {share} in the call; give one.")
+    if x.dropout is not None:
+        x.dropout.check(x.q, x.k)
 
 
 @dataclass
@@ -158,7 +220,7 @@ class Problem:
 
 @runtime_checkable
 class Backend(Protocol):
-    """One implementation of masked attention. Stateless; any strides of the inputs are accepted."""
+    """One implementation of masked attention. Stateless."""
 
     @property
     def name(self) -> str: ...
@@ -167,80 +229,34 @@ class Backend(Protocol):
         """None if the backend can run the problem, else a sentence."""
         ...
 
-    def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        slices: SliceTable,
-        options: AttnOptions,
-        sink: torch.Tensor | None = None,
-        init: Partial | None = None,
-        dropout: DropoutMask | None = None,
-    ) -> Partial:
-        """Attention of q over the pairs of ``slices``, of those that stay under ``dropout``.
+    def forward(self, x: Operands, init: Partial | None = None) -> Partial:
+        """Attention of q over the pairs of the mask, of those that stay under the dropout.
 
         With ``init`` the new partial result is merged into its tensors in place and ``init`` is returned.
-        ``sink`` adds its mass once, so a staged computation passes it to one stage only.
         """
         ...
 
-    def backward(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        slices: SliceTable,
-        options: AttnOptions,
-        sink: torch.Tensor | None = None,
-        delta: torch.Tensor | None = None,
-        init: Grads | None = None,
-        dropout: DropoutMask | None = None,
-    ) -> Grads:
-        """Gradients of the pairs of ``slices``.
+    def backward(self, x: BackwardOperands, init: Grads | None = None) -> Grads:
+        """Gradients of the pairs of the mask.
 
-        ``out`` and ``lse`` are the final ones of each row, over all stages and with the sink, so that
-        ``exp(s - lse)`` is the final weight. ``delta`` (Tq, Hq) is ``sum_d out * dout`` if the caller has it, less the
-        gradient of lse if there is one (``delta_with_dlse``). With ``init`` the gradients are added to its tensors in
-        place and ``init`` is returned; without, the result may carry the ``delta`` that was computed.
+        With ``init`` the gradients are added to its tensors in place and ``init`` is returned; without, the result may
+        carry the ``delta`` that was computed.
         """
         ...
+
+
+# ``(out in q's dtype, lse, max_logits or None)``
+Final = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 
 
 @runtime_checkable
 class FinalBackend(Backend, Protocol):
     """A backend that can round once, inside the kernel, what is not going to be merged with anything."""
 
-    def forward_final(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        slices: SliceTable,
-        options: AttnOptions,
-        sink: torch.Tensor | None = None,
-        dropout: DropoutMask | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """``(out in q's dtype, lse, max_logits or None)``."""
+    def forward_final(self, x: Operands) -> Final:
+        """Out in q's dtype, lse, and max_logits or None."""
         ...
 
-    def backward_final(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        slices: SliceTable,
-        options: AttnOptions,
-        sink: torch.Tensor | None = None,
-        dropout: DropoutMask | None = None,
-        delta: torch.Tensor | None = None,
-    ) -> Grads:
-        """Gradients in the dtype of q, that of the sink in the accumulation dtype. With ``delta``, as of
-        ``row_delta`` or ``delta_with_dlse``, nobody reads out."""
+    def backward_final(self, x: BackwardOperands) -> Grads:
+        """Gradients in the dtype of q, that of the sink in the accumulation dtype."""
         ...

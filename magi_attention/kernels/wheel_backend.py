@@ -23,7 +23,7 @@ from magi_attention.kernels.reference.operands import (
     row_delta,
     unseen_rows,
 )
-from magi_attention.kernels.types import AttnOptions, Grads, Partial
+from magi_attention.kernels.types import AttnOptions, BackwardOperands, Final, Grads, Operands, Partial
 
 DTYPES = (torch.bfloat16, torch.float16)
 QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -51,107 +51,58 @@ class WheelBackend(WheelKernels):
     """A ``FinalBackend`` on the kernels of a wheel."""
 
     @torch.no_grad()
-    def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        slices: SliceTable,
-        options: AttnOptions,
-        sink: torch.Tensor | None = None,
-        init: Partial | None = None,
-        dropout: DropoutMask | None = None,
-    ) -> Partial:
+    def forward(self, x: Operands, init: Partial | None = None) -> Partial:
         """See ``Backend.forward``. out is rounded to the dtype of q before anything is merged."""
-        _refuse(dropout)
-        new = self._partial(q, k, v, slices, options)
+        new = self._partial(x)
         new.out = new.out.float()
-        return finish_forward(new, options, sink, init)
+        return finish_forward(new, x, init)
 
     @torch.no_grad()
-    def forward_final(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        slices: SliceTable,
-        options: AttnOptions,
-        sink: torch.Tensor | None = None,
-        dropout: DropoutMask | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    def forward_final(self, x: Operands) -> Final:
         """See ``FinalBackend.forward_final``. With a sink out is rounded twice."""
-        _refuse(dropout)
-        new = self._partial(q, k, v, slices, options)
-        if sink is not None:
+        new = self._partial(x)
+        if x.sink is not None:
             new.out = new.out.float()
-            new = finish_forward(new, options, sink, None)
-        return new.out.to(q.dtype), new.lse, new.max_logits
+            new = finish_forward(new, x, None)
+        return new.out.to(x.q.dtype), new.lse, new.max_logits
 
-    def _partial(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slices: SliceTable, options: AttnOptions
-    ) -> Partial:
+    def _partial(self, x: Operands) -> Partial:
         """Without a sink; out in the dtype of q."""
-        check_operands(q, k, v, slices)
-        if _has_no_pairs(q, k, slices):
-            return _nothing(q, v, options)
-        with torch.cuda.device_of(q):
-            out, lse, top = self.attend(_batched(q, k, v, slices), slices, options)
+        _refuse(x.dropout)
+        check_operands(x)
+        if _has_no_pairs(x):
+            return _nothing(x)
+        with torch.cuda.device_of(x.q):
+            out, lse, top = self.attend(_batched(x), x.slices, x.options)
         return Partial(out[0], lse[0].t().contiguous(), top)
 
     @torch.no_grad()
-    def backward(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        slices: SliceTable,
-        options: AttnOptions,
-        sink: torch.Tensor | None = None,
-        delta: torch.Tensor | None = None,
-        init: Grads | None = None,
-        dropout: DropoutMask | None = None,
-    ) -> Grads:
+    def backward(self, x: BackwardOperands, init: Grads | None = None) -> Grads:
         """See ``Backend.backward``. The kernel works delta out of ``out``; a given ``delta`` is used for sinks only."""
-        grads = self.backward_final(dout, q, k, v, out, lse, slices, options, dropout=dropout)
+        grads = self.backward_final(x._replace(sink=None, delta=None))
         grads.dq, grads.dk, grads.dv = grads.dq.float(), grads.dk.float(), grads.dv.float()
-        if sink is not None:
-            grads.dsink = _sink_gradient(sink, dout, out, lse, delta, options)
+        if x.sink is not None:
+            grads.dsink = _sink_gradient(x, x.sink)
         return finish_backward(grads, init)
 
     @torch.no_grad()
-    def backward_final(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        slices: SliceTable,
-        options: AttnOptions,
-        sink: torch.Tensor | None = None,
-        dropout: DropoutMask | None = None,
-        delta: torch.Tensor | None = None,
-    ) -> Grads:
+    def backward_final(self, x: BackwardOperands) -> Grads:
         """See ``FinalBackend.backward_final``."""
-        _refuse(dropout)
-        if delta is not None:
+        _refuse(x.dropout)
+        if x.delta is not None:
             raise ContractError("Backends on wheels take no delta; give out alone, or use backend ffa.")
-        check_operands(q, k, v, slices)
-        if _has_no_pairs(q, k, slices):
-            grads = Grads(*(torch.zeros_like(x) for x in (q, k, v)))
+        check_operands(x)
+        if _has_no_pairs(x):
+            grads = Grads(*(torch.zeros_like(like) for like in (x.q, x.k, x.v)))
         else:
-            rows = unseen_rows(slices, q.shape[0], k.shape[0])[0]
-            out_BTHD, dout_BTHD = (_blank(x.to(q.dtype), rows)[None] for x in (out, dout))
-            lse_BHT = lse.float().t().contiguous()[None]
-            with torch.cuda.device_of(q):
-                made = self.differentiate(_batched(q, k, v, slices), out_BTHD, dout_BTHD, lse_BHT, slices, options)
-            grads = Grads(*(x[0] for x in made))
-        if sink is not None:
-            grads.dsink = _sink_gradient(sink, dout, out, lse, None, options)
+            rows = unseen_rows(x.slices, x.q.shape[0], x.k.shape[0])[0]
+            out_BTHD, dout_BTHD = (_blank(values.to(x.q.dtype), rows)[None] for values in (x.out, x.dout))
+            lse_BHT = x.lse.float().t().contiguous()[None]
+            with torch.cuda.device_of(x.q):
+                made = self.differentiate(_batched(x), out_BTHD, dout_BTHD, lse_BHT, x.slices, x.options)
+            grads = Grads(*(grad[0] for grad in made))
+        if x.sink is not None:
+            grads.dsink = _sink_gradient(x, x.sink)
         return grads
 
 
@@ -160,19 +111,16 @@ def _refuse(dropout: DropoutMask | None) -> None:
         raise ContractError("The kernels of this wheel have no dropout; ask why_not before a call.")
 
 
-def _sink_gradient(
-    sink: torch.Tensor, dout: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor | None,
-    options: AttnOptions,
-) -> torch.Tensor:  # fmt: skip
+def _sink_gradient(x: BackwardOperands, sink: torch.Tensor) -> torch.Tensor:
     # A row that sees no key in any stage has an out of 0 and so a delta of 0, whatever its dout holds.
-    delta = row_delta(out, dout, delta).masked_fill((out == 0).all(-1), 0.0)
-    return sink_bwd_from_delta(sink, lse.float(), delta, options.sink_layout)
+    delta = row_delta(x.out, x.dout, x.delta).masked_fill((x.out == 0).all(-1), 0.0)
+    return sink_bwd_from_delta(sink, x.lse.float(), delta, x.options.sink_layout)
 
 
-def _batched(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slices: SliceTable) -> QKV:
+def _batched(x: Operands | BackwardOperands) -> QKV:
     """(1, T, H, D) contiguous; rows that take part in nothing are 0, because a weight of 0 leaves a NaN a NaN."""
-    q_unseen, k_unseen = unseen_rows(slices, q.shape[0], k.shape[0])
-    return _blank(q, q_unseen)[None], _blank(k, k_unseen)[None], _blank(v, k_unseen)[None]
+    q_unseen, k_unseen = unseen_rows(x.slices, x.q.shape[0], x.k.shape[0])
+    return _blank(x.q, q_unseen)[None], _blank(x.k, k_unseen)[None], _blank(x.v, k_unseen)[None]
 
 
 def _blank(x: torch.Tensor, rows: np.ndarray | None) -> torch.Tensor:
@@ -184,14 +132,14 @@ def _blank(x: torch.Tensor, rows: np.ndarray | None) -> torch.Tensor:
     return blanked
 
 
-def _has_no_pairs(q: torch.Tensor, k: torch.Tensor, slices: SliceTable) -> bool:
-    return not q.shape[0] or not k.shape[0] or not len(trim(slices.array))
+def _has_no_pairs(x: Operands | BackwardOperands) -> bool:
+    return not x.q.shape[0] or not x.k.shape[0] or not len(trim(x.slices.array))
 
 
-def _nothing(q: torch.Tensor, v: torch.Tensor, options: AttnOptions) -> Partial:
+def _nothing(x: Operands) -> Partial:
     """What queries get that see no key."""
-    rows, heads = q.shape[:2]
+    q, (rows, heads) = x.q, x.q.shape[:2]
     lse = torch.full((rows, heads), float("-inf"), dtype=torch.float32, device=q.device)
     top = torch.full((heads,), float("-inf"), dtype=torch.float32, device=q.device)
-    out = torch.zeros((rows, heads, v.shape[2]), dtype=q.dtype, device=q.device)
-    return Partial(out, lse, top if options.return_max_logits else None)
+    out = torch.zeros((rows, heads, x.v.shape[2]), dtype=q.dtype, device=q.device)
+    return Partial(out, lse, top if x.options.return_max_logits else None)

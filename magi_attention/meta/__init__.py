@@ -8,11 +8,12 @@ from magi_attention.meta.metas import (
     make_global_bucket_from_qk_ranges,
 )
 from magi_attention.meta.plan import Plan
-from magi_attention.meta.planner import build_plan, plan_for_partitions
+from magi_attention.meta.planner import PlanOptions, build_plan, plan_for_partitions
 from magi_attention.meta.rank_plan import RankPlan, StagePlan
 
 __all__ = [
     "Plan",
+    "PlanOptions",
     "RankPlan",
     "StagePlan",
     "build_plan",

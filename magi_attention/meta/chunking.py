@@ -3,15 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
 
-from magi_attention.common.intervals import merge_intervals, ramps, subtract_intervals
+from magi_attention.common.intervals import merge_intervals, ramps, sum_by
 from magi_attention.common.scalars import as_int
 from magi_attention.common.slices import K0, K1, Q0, Q1, areas, cut_q, trim_with_index
 from magi_attention.errors import ContractError
@@ -52,14 +50,6 @@ def chunk_bounds(padded_total: int, chunk_size: int) -> NDArray[np.int64]:
     return np.stack([starts, np.minimum(starts + chunk_size, padded_total)], axis=1)
 
 
-def owners(partitions: Sequence[Sequence[int]], num_chunks: int) -> NDArray[np.int64]:
-    """(chunks,): the rank of each chunk."""
-    owner = np.empty(num_chunks, dtype=np.int64)
-    chunks = np.fromiter(chain.from_iterable(partitions), dtype=np.int64)
-    owner[chunks] = np.repeat(np.arange(len(partitions)), [len(part) for part in partitions])
-    return owner
-
-
 def split_by_chunk(
     slices: NDArray[np.int64], bounds: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
@@ -86,13 +76,6 @@ def split_by_chunk(
         is_kept[np.delete(at, keep)] = False
         pieces, chunk_of, slice_of = pieces[is_kept], chunk_of[is_kept], slice_of[is_kept]
     return pieces, chunk_of, given[slice_of]
-
-
-def sum_by(index: NDArray[np.int64], values: NDArray[np.int64], size: int) -> NDArray[np.int64]:
-    """Exact int64 sums of ``values`` per index (bincount would go through float64)."""
-    out = np.zeros(size, dtype=np.int64)
-    np.add.at(out, index, values)
-    return out
 
 
 def chunk_areas(pieces: NDArray[np.int64], chunk_of: NDArray[np.int64], num_chunks: int) -> NDArray[np.int64]:
@@ -141,15 +124,3 @@ class Cut:
     @cached_property
     def _areas(self) -> NDArray[np.int64]:
         return areas(self.pieces)
-
-
-def remote_keys(
-    ranges: NDArray[np.int64], rank_of: NDArray[np.int64], bounds: NDArray[np.int64], owner: NDArray[np.int64]
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Merged ranges of keys that some rank reads and does not hold, by rank, and these ranks: of all ranks at once,
-    each in coordinates of its own. ``ranges`` (N, 2) are the keys that rank ``rank_of`` (N,) reads."""
-    stride = int(bounds[-1, 1]) + 1  # so ranges of two ranks do not touch
-    wanted = ranges + (rank_of * stride)[:, None]
-    found = subtract_intervals(wanted, bounds + (owner * stride)[:, None])
-    ranks = found[:, 0] // stride
-    return found - (ranks * stride)[:, None], ranks

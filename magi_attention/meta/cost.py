@@ -12,10 +12,10 @@ from typing import TypedDict
 import numpy as np
 from numpy.typing import NDArray
 
+from magi_attention.common.intervals import sum_by
 from magi_attention.common.slices import Q0, areas, pairs_before
 from magi_attention.config.links import NCCL_BYTES_PER_S, NETWORK_BYTES_PER_S
 from magi_attention.config.rates import MachineRates
-from magi_attention.meta.chunking import sum_by
 from magi_attention.meta.plan import Plan
 
 # Two kernels take so much longer than one for each value of the output: 0.75 ms for 8,192 tokens and 64 heads of dim

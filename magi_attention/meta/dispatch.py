@@ -11,11 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from magi_attention.common.enum import DispatchAlgType
+from magi_attention.common.intervals import sum_by
 from magi_attention.common.slices import K0, K1, areas
 from magi_attention.common.two_level.nodes import Nodes
 from magi_attention.config import DispatchAlg, DispatchConfig, LocalityDispatchAlg
 from magi_attention.errors import ContractError, DispatchError
-from magi_attention.meta.chunking import Cut, owners, sum_by
+from magi_attention.meta.chunking import Cut
 from magi_attention.meta.solver.by_nodes import Unaware, by_nodes, share, unaware_of
 from magi_attention.meta.solver.dispatch_solver import (
     BaseDispatchAffinity,
@@ -34,6 +35,7 @@ from magi_attention.meta.solver.locality import (
     swap_down,
     two_ended,
 )
+from magi_attention.meta.solver.ownership import owners
 from magi_attention.meta.solver.partition import min_heap, sequential
 
 Partitions = tuple[tuple[int, ...], ...]

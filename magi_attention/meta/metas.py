@@ -25,7 +25,7 @@ from magi_attention.meta.collection import (
 from magi_attention.meta.container import AttnBucket, AttnChunk, AttnSlice
 from magi_attention.meta.dispatch import solve_dispatch
 from magi_attention.meta.plan import Plan
-from magi_attention.meta.planner import plan_for_partitions
+from magi_attention.meta.planner import PlanOptions, plan_for_partitions
 
 
 def slice_table(q_ranges: AttnRanges, k_ranges: AttnRanges, attn_mask_type: MaskTypes) -> SliceTable:
@@ -168,12 +168,9 @@ def plan_of_metas(
         meta.total_seqlen - min(meta.max_valid_ids, meta.total_seqlen),
         meta.chunk_size,
         meta.partitions,
+        PlanOptions(*heads, query_moves=query_moves),
         overlap=overlap,
         uneven_shard=meta.chunk_actual_sizes is not None,
-        num_heads_q=heads[0],
-        num_heads_kv=heads[1],
-        head_dim=heads[2],
-        query_moves=query_moves,
     )
 
 

@@ -9,12 +9,14 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from magi_attention.common.intervals import sum_by
 from magi_attention.config.rates import MachineRates
 from magi_attention.errors import ContractError
-from magi_attention.meta.chunking import Cut, owners, sum_by
+from magi_attention.meta.chunking import Cut
 from magi_attention.meta.dispatch import check_partitions
 from magi_attention.meta.plan import QUERY_MOVES, Plan
 from magi_attention.meta.solver.links import count_rows
+from magi_attention.meta.solver.ownership import owners
 from magi_attention.meta.solver.partition import min_heap, sequential
 from magi_attention.meta.solver.placement import Cells
 from magi_attention.meta.solver.query_moves import KEY_COST, Moves, choose_moves

@@ -19,21 +19,16 @@ from numpy.typing import NDArray
 
 from magi_attention.common.group_spec import GroupSpec
 from magi_attention.common.infer import CuSeqlens, documents
-from magi_attention.common.intervals import (
-    Packing,
-    merge_intervals,
-    ramps,
-    split_at,
-    subtract_intervals,
-)
+from magi_attention.common.intervals import Packing, merge_intervals, ramps, split_at, subtract_intervals, sum_by
 from magi_attention.common.plan_cache import PlanCache
 from magi_attention.common.slices import Q0, Q1, SliceTable, areas, merge
 from magi_attention.common.two_level.nodes import Nodes
 from magi_attention.config import OverlapConfig
 from magi_attention.config.rates import MachineRates
 from magi_attention.errors import ContractError
-from magi_attention.meta.chunking import chunk_areas, chunk_bounds, owners, split_by_chunk, sum_by
+from magi_attention.meta.chunking import chunk_areas, chunk_bounds, split_by_chunk
 from magi_attention.meta.rank_plan import RankPlan, StagePlan, local_slices
+from magi_attention.meta.solver.ownership import owners
 
 T = TypeVar("T")
 QUERY_MOVES = ("never", "auto", "always")  # may queries move, with their outputs, as well as keys and values?

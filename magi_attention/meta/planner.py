@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from dataclasses import dataclass
+from typing import NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from magi_attention.common.enum import AttnOverlapMode, OverlapAlgType
-from magi_attention.common.intervals import Packing
+from magi_attention.common.intervals import Packing, sum_by
 from magi_attention.common.scalars import as_int
 from magi_attention.common.slices import K0, K1, Q1, SliceTable, areas, check_countable
 from magi_attention.common.two_level.nodes import Nodes
@@ -20,12 +21,9 @@ from magi_attention.errors import ContractError
 from magi_attention.meta.chunking import (
     Cut,
     chunk_bounds,
-    owners,
     pad_size,
-    remote_keys,
     resolve_chunk_size,
     split_by_chunk,
-    sum_by,
 )
 from magi_attention.meta.dispatch import (
     Partitions,
@@ -38,27 +36,74 @@ from magi_attention.meta.moves import Dispatched, with_moves
 from magi_attention.meta.plan import Plan
 from magi_attention.meta.rank_plan import remote_areas
 from magi_attention.meta.solver.overlap_solver import OverlapSolver, OverlapStageCost, uniform_stages
+from magi_attention.meta.solver.ownership import owners, remote_keys
 
 DEFAULT_MIN_CHUNKS_PER_RANK = 8
 MIN_REFINED_CHUNK = 64  # tokens; below this a kernel tile would span chunks
 _MOST_HALVINGS, _LEAST_NODE_CHUNK = 2, 128  # of chunks that the ranks of a node cannot share; tokens
 
 
+def check_heads(num_heads_q: int, num_heads_kv: int, head_dim: int) -> tuple[int, int, int]:
+    """The three as plain ints; ``ContractError`` unless all are positive and query heads divide over key heads."""
+    num_heads_q, num_heads_kv = as_int(num_heads_q, "num_heads_q"), as_int(num_heads_kv, "num_heads_kv")
+    head_dim = as_int(head_dim, "head_dim")
+    if min(num_heads_q, num_heads_kv, head_dim) < 1:
+        raise ContractError(
+            f"num_heads_q {num_heads_q}, num_heads_kv {num_heads_kv}, head_dim {head_dim}: all must be >= 1."
+        )
+    if num_heads_q % num_heads_kv:
+        raise ContractError(
+            f"{num_heads_q} query heads do not divide over {num_heads_kv} key heads; "
+            "num_heads_q must be a multiple of num_heads_kv."
+        )
+    return num_heads_q, num_heads_kv, head_dim
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """What a plan keeps and counts by, however its dispatch is found.
+
+    Head counts and head dim enter predicted bytes and times, and whether queries move. ``cu_seqlens`` (as of ``Mask``)
+    are kept for labels and positions. ``query_moves``: "never", "always", or "auto", where they save ``LEAST_TIME`` of
+    the modelled time, by ``rates`` or those assumed of H100 GPUs. ``ContractError`` for bad head counts.
+    """
+
+    num_heads_q: int = 1
+    num_heads_kv: int = 1
+    head_dim: int = 1
+    cu_seqlens: tuple[int, ...] | None = None
+    query_moves: str = "never"
+    rates: MachineRates | None = None
+    plan_type: type[Plan] = Plan
+
+    def __post_init__(self) -> None:
+        names = ("num_heads_q", "num_heads_kv", "head_dim")
+        for name, value in zip(names, check_heads(*self.heads)):
+            object.__setattr__(self, name, value)
+
+    @property
+    def heads(self) -> tuple[int, int, int]:
+        return self.num_heads_q, self.num_heads_kv, self.head_dim
+
+    @classmethod
+    def of(cls, plan: Plan) -> PlanOptions:
+        """Those that ``plan`` was made with."""
+        heads = plan.num_heads_q, plan.num_heads_kv, plan.head_dim
+        return cls(*heads, plan.cu_seqlens, plan.query_moves, plan.rates, type(plan))
+
+
+_DEFAULTS = PlanOptions()
+
+
 def build_plan(
     slices: SliceTable,
     total_tokens: int,
     cp_size: int,
+    options: PlanOptions = _DEFAULTS,
     *,
     config: DistAttnConfig | None = None,
-    num_heads_q: int = 1,
-    num_heads_kv: int = 1,
-    head_dim: int = 1,
     min_chunks_per_rank: int = DEFAULT_MIN_CHUNKS_PER_RANK,
     balance: float | None = None,
-    cu_seqlens: tuple[int, ...] | None = None,
-    plan_type: type[Plan] = Plan,
-    query_moves: str = "never",
-    rates: MachineRates | None = None,
 ) -> Plan:
     """Plans self-attention of ``total_tokens`` tokens over ``cp_size`` ranks.
 
@@ -66,16 +111,13 @@ def build_plan(
     multiple of ``chunk_size * cp_size``, with it only as far as every rank needs a chunk; pad rows attend to nothing.
     With ``balance`` (1.02, say) and no chunk size
     in the config, chunks are halved until the heaviest rank is within that factor of the mean, or halving no
-    longer helps. ``query_moves``: "never", "always", or "auto", where they save ``LEAST_TIME`` of the modelled time, by
-    ``rates`` or those assumed of H100 GPUs. ``rates`` complete the config, too (``MachineRates.config``).
-    ``cu_seqlens`` (as of ``Mask``) are kept for labels and positions. Errors: ``ContractError`` for slices beyond the
-    total or bad head counts; ``DispatchError`` for a rank without chunks.
+    longer helps. Rates of the options complete the config, too (``MachineRates.config``).
+    Errors: ``ContractError`` for slices beyond the total; ``DispatchError`` for a rank without chunks.
     """
     total_tokens, cp_size = as_int(total_tokens, "total_tokens"), as_int(cp_size, "cp_size")
-    num_heads_q, num_heads_kv, head_dim = heads = check_heads(num_heads_q, num_heads_kv, head_dim)
     config = config or DistAttnConfig()
-    if rates is not None:
-        config = rates.config(config, *heads)
+    if options.rates is not None:
+        config = options.rates.config(config, *options.heads)
     _check_ends(slices, total_tokens)
     dispatch = config.dispatch_config
     chunk = resolve_chunk_size(total_tokens, cp_size, dispatch.chunk_size, min_chunks_per_rank)
@@ -85,27 +127,9 @@ def build_plan(
         choice = _by_nodes(slices, total_tokens, choice, dispatch)
     else:
         choice = _dispatch(_cut(slices, total_tokens, cp_size, chunk, dispatch), cp_size, dispatch)
-    choice, assigned = with_moves(choice, heads, query_moves, rates, may_dispatch=True)
-    return _finish(
-        plan_type,
-        slices,
-        config.overlap_config,
-        choice.cut,
-        total_tokens=total_tokens,
-        pad_size=choice.pad,
-        chunk_size=choice.chunk,
-        cp_size=cp_size,
-        partitions=choice.partitions,
-        uneven_shard=dispatch.uneven_shard,
-        num_heads_q=num_heads_q,
-        num_heads_kv=num_heads_kv,
-        head_dim=head_dim,
-        cu_seqlens=cu_seqlens,
-        query_moves=query_moves,
-        assigned=assigned,
-        rates=rates,
-        nodes=Nodes.of_config(dispatch.nodes, cp_size),
-    )
+    choice, assigned = with_moves(choice, options.heads, options.query_moves, options.rates, may_dispatch=True)
+    nodes = Nodes.of_config(dispatch.nodes, cp_size)
+    return _finish(slices, total_tokens, choice, options, config.overlap_config, assigned, dispatch.uneven_shard, nodes)
 
 
 class _Chunks(NamedTuple):
@@ -191,50 +215,25 @@ def plan_for_partitions(
     pad_size: int,
     chunk_size: int,
     partitions: Sequence[Sequence[int]],
+    options: PlanOptions = _DEFAULTS,
     *,
     overlap: OverlapConfig | None = None,
     uneven_shard: bool = False,
-    num_heads_q: int = 1,
-    num_heads_kv: int = 1,
-    head_dim: int = 1,
-    cu_seqlens: tuple[int, ...] | None = None,
-    plan_type: type[Plan] = Plan,
-    query_moves: str = "never",
-    rates: MachineRates | None = None,
     nodes: Nodes | None = None,
     head_groups: int = 1,
 ) -> Plan:
     """The plan of a mask under a given dispatch: another plan's, or the caller's own (zig-zag, say). ``nodes``: which
     ranks share a node, if that is known. ``head_groups``: as many equal parts of the sequence, one behind the other,
     are the head groups of one (``plan_by_head_groups``)."""
-    num_heads_q, num_heads_kv, head_dim = heads = check_heads(num_heads_q, num_heads_kv, head_dim)
     total_tokens, pad_size = as_int(total_tokens, "total_tokens"), as_int(pad_size, "pad_size")
     chunk_size = as_int(chunk_size, "chunk_size", at_least=1)
     _check_ends(slices, total_tokens + pad_size)
     bounds = chunk_bounds(total_tokens + pad_size, chunk_size)
     checked = check_partitions(partitions, len(bounds), len(partitions))
     choice = Dispatched(chunk_size, pad_size, Cut.of(slices.array, bounds), checked, 1.0)
-    _, assigned = with_moves(choice, heads, query_moves, rates, False, head_groups)
-    return _finish(
-        plan_type,
-        slices,
-        overlap or OverlapConfig(),
-        choice.cut,
-        total_tokens=total_tokens,
-        pad_size=pad_size,
-        chunk_size=chunk_size,
-        cp_size=len(partitions),
-        partitions=checked,
-        uneven_shard=uneven_shard,
-        num_heads_q=num_heads_q,
-        num_heads_kv=num_heads_kv,
-        head_dim=head_dim,
-        cu_seqlens=cu_seqlens,
-        query_moves=query_moves,
-        assigned=assigned,
-        rates=rates,
-        nodes=nodes,
-    )
+    _, assigned = with_moves(choice, options.heads, options.query_moves, options.rates, False, head_groups)
+    overlap = overlap or OverlapConfig()
+    return _finish(slices, total_tokens, choice, options, overlap, assigned, uneven_shard, nodes)
 
 
 def plan_by_head_groups(plan: Plan, query_moves: str) -> Plan:
@@ -255,28 +254,10 @@ def plan_by_head_groups(plan: Plan, query_moves: str) -> Plan:
         0,
         plan.chunk_size,
         [[group * chunks + chunk for group in range(groups) for chunk in part] for part in plan.partitions],
-        num_heads_q=plan.num_heads_q // groups,
-        head_dim=plan.head_dim,
-        query_moves=query_moves,
+        PlanOptions(plan.num_heads_q // groups, head_dim=plan.head_dim, query_moves=query_moves),
         nodes=plan.nodes,
         head_groups=groups,
     )
-
-
-def check_heads(num_heads_q: int, num_heads_kv: int, head_dim: int) -> tuple[int, int, int]:
-    """The three as plain ints; ``ContractError`` unless all are positive and query heads divide over key heads."""
-    num_heads_q, num_heads_kv = as_int(num_heads_q, "num_heads_q"), as_int(num_heads_kv, "num_heads_kv")
-    head_dim = as_int(head_dim, "head_dim")
-    if min(num_heads_q, num_heads_kv, head_dim) < 1:
-        raise ContractError(
-            f"num_heads_q {num_heads_q}, num_heads_kv {num_heads_kv}, head_dim {head_dim}: all must be >= 1."
-        )
-    if num_heads_q % num_heads_kv:
-        raise ContractError(
-            f"{num_heads_q} query heads do not divide over {num_heads_kv} key heads; "
-            "num_heads_q must be a multiple of num_heads_kv."
-        )
-    return num_heads_q, num_heads_kv, head_dim
 
 
 def _check_ends(slices: SliceTable, total: int) -> None:
@@ -291,15 +272,12 @@ def _check_ends(slices: SliceTable, total: int) -> None:
 
 
 def _finish(
-    plan_type: type[Plan],
-    slices: SliceTable,
-    overlap: OverlapConfig,
-    cut: Cut,
-    **sizes: Any,
-) -> Plan:
+    slices: SliceTable, total: int, choice: Dispatched, options: PlanOptions, overlap: OverlapConfig,
+    assigned: tuple[NDArray[np.int64], ...] | None, uneven_shard: bool, nodes: Nodes | None,
+) -> Plan:  # fmt: skip
     """Stage ranges of every rank, at one degree common to all."""
+    cut, partitions = choice.cut, choice.partitions
     pieces, bounds = cut.pieces, cut.bounds
-    partitions, assigned = sizes["partitions"], sizes["assigned"]
     world, owner = len(partitions), owners(partitions, len(bounds))
     if assigned is None:
         computed, rank_of = pieces, owner[cut.chunk_of]
@@ -319,7 +297,10 @@ def _finish(
             stage_ranges = tuple((ranges,) for ranges in remotes)
         else:
             stage_ranges = tuple(_stages(overlap, remote, degree) for remote in packed)
-    plan = plan_type(slices=slices, overlap=overlap, degree=degree, stage_ranges=stage_ranges, **sizes)
+    plan = options.plan_type(
+        slices, total, choice.pad, choice.chunk, world, partitions, degree, stage_ranges, overlap, uneven_shard,
+        *options.heads, options.cu_seqlens, options.query_moves, assigned, options.rates, nodes,
+    )  # fmt: skip
     plan.keep_pieces(pieces, cut.chunk_of)
     return plan
 
@@ -389,6 +370,7 @@ def _stages(overlap: OverlapConfig, remote: Packing, degree: int) -> tuple[NDArr
 
 __all__ = [
     "DEFAULT_MIN_CHUNKS_PER_RANK",
+    "PlanOptions",
     "build_plan",
     "check_heads",
     "plan_for_partitions",

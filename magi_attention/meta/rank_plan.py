@@ -9,10 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from magi_attention.common.group_spec import GroupSpec
-from magi_attention.common.intervals import Packing, ramps, split_at, total_length
+from magi_attention.common.intervals import Packing, ramps, split_at, sum_by, total_length
 from magi_attention.common.plan_cache import Kind, PlanCache
 from magi_attention.common.slices import K0, K1, Q0, Q1, SliceTable, areas, cut_k, merge
-from magi_attention.meta.chunking import sum_by
 
 
 @dataclass(frozen=True, eq=False)

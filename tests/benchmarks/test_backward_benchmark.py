@@ -24,6 +24,7 @@ import reference  # noqa: E402
 
 from magi_attention.benchmarking import timing  # noqa: E402
 from magi_attention.kernels import AttnOptions, SdpaOnlineBackend  # noqa: E402
+from magi_attention.kernels.types import BackwardOperands, Operands  # noqa: E402
 
 
 class StandIn(SdpaOnlineBackend):
@@ -34,20 +35,18 @@ class StandIn(SdpaOnlineBackend):
         self.calls: list[str] = []
         self.scale_error = scale_error
         self._prepared = {}
+        self._backward = SimpleNamespace(_prepared=self._prepared)
 
-    def calls_of(self, q):
-        return SimpleNamespace(backward=SimpleNamespace(_prepared=self._prepared))
-
-    def forward_final(self, q, k, v, slices, options):
+    def forward_final(self, x):
         self.calls.append("forward")
-        part = self.forward(q, k, v, slices, options)
+        part = self.forward(x)
         return part.out, part.lse, None
 
-    def backward_final(self, dout, q, k, v, out, lse, slices, options):
+    def backward_final(self, x):
         self.calls.append("backward")
-        call = SimpleNamespace(options=options, workspace_like=torch.zeros(1).expand(1234))
-        self._prepared[id(options)] = call
-        grads = self.backward(dout, q, k, v, out, lse, slices, options)
+        call = SimpleNamespace(options=x.options, workspace_like=torch.zeros(1).expand(1234))
+        self._prepared[id(x.options)] = call
+        grads = self.backward(x)
         grads.dk *= self.scale_error
         return grads
 
@@ -83,11 +82,11 @@ def test_reference_gradients(name):
     case = masks.make_case(name, 2100, sample=2)
     q, k, v, dout = kernel.make_inputs(case, (2, 1), 16, torch.float32, "cpu", has_dout=True)
     ours = StandIn()
-    out, lse, _ = ours.forward_final(q, k, v, case.mask.slices, AttnOptions(0.25))
+    out, lse, _ = ours.forward_final(Operands(q, k, v, case.mask.slices, AttnOptions(0.25)))
     got_lse, got_delta = reference.row_statistics(case, q, k, v, dout, chunk_bytes=2**22)  # 249 rows
     torch.testing.assert_close(got_lse, lse)
     torch.testing.assert_close(got_delta, (out * dout).sum(-1), atol=1e-4, rtol=1e-4)
-    grads = ours.backward_final(dout, q, k, v, out, lse, case.mask.slices, AttnOptions(0.25))
+    grads = ours.backward_final(BackwardOperands(dout, q, k, v, out, lse, case.mask.slices, AttnOptions(0.25)))
     check = reference.BackwardCheck(case, q, k, v, dout)
     errors = check((grads.dq, grads.dk, grads.dv))
     assert list(errors) == ["dq", "dk", "dv"] and max(errors.values()) < 1e-5

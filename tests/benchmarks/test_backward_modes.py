@@ -34,15 +34,15 @@ class StandIn(SdpaOnlineBackend):
         super().__init__()
         self.calls: list[tuple[BwdSchedule, BackwardNeeds, bool]] = []
 
-    def forward_final(self, q, k, v, slices, options):
-        part = self.forward(q, k, v, slices, options)
+    def forward_final(self, x):
+        part = self.forward(x)
         return part.out, part.lse, None
 
-    def backward_final(self, dout, q, k, v, out, lse, slices, options):
-        schedule = ffa_backward.select_schedule(q.shape, v.shape, slices, options, 132)
+    def backward_final(self, x):
+        schedule = ffa_backward.select_schedule(x.q.shape, x.v.shape, x.mask, x.options, 132)
         needs = FfaLibrary.backward_prefix(SimpleNamespace())[1]
         self.calls.append((schedule, needs, work_tiles._wants_waves(None, None)))
-        return self.backward(dout, q, k, v, out, lse, slices, options)
+        return self.backward(x)
 
 
 @pytest.fixture

@@ -35,16 +35,16 @@ class StandIn(SdpaOnlineBackend):
         self.scale_error = scale_error
         self.library = SimpleNamespace(has=lambda *_: True)
 
-    def forward_final(self, q, k, v, slices, options):
-        part = self.forward(q, k, v, slices, options)
+    def forward_final(self, x):
+        part = self.forward(x)
         return part.out * self.scale_error, part.lse, None
 
-    def backward_final(self, dout, q, k, v, out, lse, slices, options):
-        self.deterministic.append(options.deterministic)
-        self.masks.append(slices)
-        if not options.deterministic:  # those would need the planner
-            self.steps.append(ffa_backward.select_schedule(q.shape, v.shape, slices, options, 132).block_m)
-        grads = self.backward(dout, q, k, v, out, lse, slices, options)
+    def backward_final(self, x):
+        self.deterministic.append(x.options.deterministic)
+        self.masks.append(x.mask)
+        if not x.options.deterministic:  # those would need the planner
+            self.steps.append(ffa_backward.select_schedule(x.q.shape, x.v.shape, x.mask, x.options, 132).block_m)
+        grads = self.backward(x)
         grads.dv *= self.scale_error
         return grads
 

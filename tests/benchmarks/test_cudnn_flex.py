@@ -22,6 +22,7 @@ import peers_backward  # noqa: E402
 from magi_attention.common.slices import SliceTable, empty_slices, to_dense  # noqa: E402
 from magi_attention.kernels import AttnOptions, SdpaOnlineBackend  # noqa: E402
 from magi_attention.kernels.cudnn_flex.endpoints import key_endpoints  # noqa: E402
+from magi_attention.kernels.types import Operands
 from magi_attention.testing.masks import random_slices  # noqa: E402
 
 HEADS, DIM = (4, 2), 16
@@ -138,7 +139,7 @@ def test_both_directions(wheel, name, is_thd):
     out = make(q, k, v, case)()
     ours, options = SdpaOnlineBackend(), AttnOptions(DIM**-0.5)
     exact = [x.double() for x in (q, k, v)]
-    want = ours.forward(*exact, case.mask.slices, options)
+    want = ours.forward(Operands(*exact, case.mask.slices, options))
     torch.testing.assert_close(out.double(), want.out, rtol=2e-2, atol=2e-2)
     found = {"rank": 3 if is_thd else 4, "build_backward": False}
     assert found.items() <= wheel.plans[0].items() and ("cu_seqlens_q" in wheel.plans[0]) == is_thd

@@ -24,6 +24,7 @@ from case_options import parse_size  # noqa: E402
 
 from magi_attention.benchmarking import timing  # noqa: E402
 from magi_attention.kernels import AttnOptions, SdpaOnlineBackend  # noqa: E402
+from magi_attention.kernels.types import Operands
 
 
 def dense(case: masks.Case) -> np.ndarray:
@@ -71,7 +72,7 @@ def test_reference_rows(name):
     rows = np.array([0, 1, 150, 299])
     seen = torch.from_numpy(reference.seen_keys(case, rows))
     got = reference.reference_rows(q, k, v, seen, torch.from_numpy(rows))
-    want = SdpaOnlineBackend().forward(q, k, v, case.mask.slices, AttnOptions(0.25)).out[rows]
+    want = SdpaOnlineBackend().forward(Operands(q, k, v, case.mask.slices, AttnOptions(0.25))).out[rows]
     assert reference.relative_error(got, want) < 1e-5
     assert reference.relative_error(got * 1.02, want) > reference.TOLERANCE
     assert reference.relative_error(got.index_fill(0, torch.tensor([1]), torch.nan), want) == float("inf")
@@ -82,10 +83,10 @@ def test_wrong_failing_and_unfit_implementations_are_not_timed():
     tensors = kernel.make_inputs(case, (2, 1), 16, torch.float32, "cpu")
 
     def right(q, k, v, case):
-        return lambda: SdpaOnlineBackend().forward(q, k, v, case.mask.slices, AttnOptions(0.25)).out
+        return lambda: SdpaOnlineBackend().forward(Operands(q, k, v, case.mask.slices, AttnOptions(0.25))).out
 
     def wrong(q, k, v, case):
-        return lambda: SdpaOnlineBackend().forward(q, k, v, case.mask.slices, AttnOptions(0.3)).out
+        return lambda: SdpaOnlineBackend().forward(Operands(q, k, v, case.mask.slices, AttnOptions(0.3))).out
 
     def unfit(q, k, v, case):
         raise peers.Unfit("Too small for me.")

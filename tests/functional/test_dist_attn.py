@@ -264,7 +264,7 @@ def decision(rank: FakeTransport, plan: Plan, stage_mode: str) -> bool:
     """Does the runtime go stage by stage without an error, with a backend and tensors that could do otherwise?"""
     runtime = AttnRuntime(plan, rank, default_registry(), AttnPolicy(stage_mode=stage_mode))
     q = SimpleNamespace(device=torch.device("cuda"))
-    return runtime._fused_attention(SimpleNamespace(name="ffa", forward_fused=None), q) is None
+    return runtime._fused_attention(SimpleNamespace(name="ffa", backward_fused=None), q) is None
 
 
 def test_a_batch_without_remote_keys_is_no_error() -> None:

@@ -13,7 +13,7 @@ from test_dist_attn import Case, cases, check_beside_dense, make_config, make_pr
 
 from magi_attention.common.slices import SliceTable, areas, to_dense
 from magi_attention.config import DispatchConfig, DistAttnConfig
-from magi_attention.meta.planner import build_plan
+from magi_attention.meta.planner import PlanOptions, build_plan
 from magi_attention.testing.libraries import planner_or_skip
 
 
@@ -21,7 +21,7 @@ def with_moves(case: Case):
     planner_or_skip()
     plan, slices, total, tensors, sink = make_problem(case)
     heads = dict(num_heads_q=case.heads[0], num_heads_kv=case.heads[1])
-    plan = build_plan(slices, total, case.cp, config=make_config(case), query_moves="always", **heads)
+    plan = build_plan(slices, total, case.cp, PlanOptions(**heads, query_moves="always"), config=make_config(case))
     return plan, slices, total, tensors, sink
 
 
@@ -43,7 +43,7 @@ def test_few_rows_travel(cp: int, document: int, chunk: int, is_high: bool, has_
     rows = [*([a, b, a, b, 1] for a, b in queries), [first, total, 0, total, 1]]
     slices = SliceTable(np.array(rows))
     config = DistAttnConfig(DispatchConfig(chunk))
-    plan = build_plan(slices, total, cp, config=config, query_moves="always", num_heads_q=2, num_heads_kv=2)
+    plan = build_plan(slices, total, cp, PlanOptions(2, 2, query_moves="always"), config=config)
     parts = [plan.rank(rank) for rank in range(cp)]
     received = [part.queries.recv_rows + part.stages[0].recv_rows for part in parts]
     assert max(received) > 0 and 4 * min(received) <= total // cp  # on three ranks one receives more, and they agree

@@ -16,7 +16,8 @@ from magi_attention.functional import AttnPolicy, AttnRuntime, TokenLayout, gath
 from magi_attention.functional.dist_attn import dist_attn
 from magi_attention.kernels import AttnOptions, SdpaBackend, default_registry
 from magi_attention.kernels.dropout import Dropout, DropoutMask
-from magi_attention.meta.planner import build_plan
+from magi_attention.kernels.types import BackwardOperands, Operands
+from magi_attention.meta.planner import PlanOptions, build_plan
 from magi_attention.testing.libraries import planner_or_skip
 
 SHARE = 0.4
@@ -42,7 +43,7 @@ def test_equals_one_call_over_the_whole_sequence(case: Case) -> None:
     if case.seed % 3 == 0:  # queries may move
         planner_or_skip()
         heads = dict(num_heads_q=case.heads[0], num_heads_kv=case.heads[1])
-        plan = build_plan(slices, total, case.cp, config=make_config(case), query_moves="always", **heads)
+        plan = build_plan(slices, total, case.cp, PlanOptions(**heads, query_moves="always"), config=make_config(case))
     dropout = Dropout(SHARE, case.seed)
     results = FakeWorld(case.cp).run(run_rank, plan, make_policy(case), tensors, sink, case.softcap, dropout)
 
@@ -50,8 +51,8 @@ def test_equals_one_call_over_the_whole_sequence(case: Case) -> None:
     whole = torch.arange(total, dtype=torch.int32)
     mask, backend = DropoutMask(dropout, whole, whole), SdpaBackend()
     options = AttnOptions(8**-0.5, case.softcap, dropout_p=SHARE)
-    part = backend.forward(q, k, v, slices, options, sink, None, mask)
-    grads = backend.backward(dout, q, k, v, part.out, part.lse, slices, options, sink, None, None, mask)
+    part = backend.forward(Operands(q, k, v, slices, options, sink, mask))
+    grads = backend.backward(BackwardOperands(dout, q, k, v, part.out, part.lse, slices, options, sink, dropout=mask))
     want = [part.out, part.lse, grads.dq, grads.dk, grads.dv, *([] if sink is None else [grads.dsink])]
     for result in results:
         for got, x in zip(result, want, strict=True):

@@ -12,6 +12,7 @@ import torch
 from magi_attention.functional.one_launch.base import Shapes, arrival_pace
 from magi_attention.functional.one_launch.nvlink import _BYTES_PER_S, FusedAttention
 from magi_attention.kernels.ffa.peer_kv import RemoteGrads
+from magi_attention.kernels.types import BackwardOperands, Operands
 from magi_attention.native.stream_order import StreamOrder
 
 
@@ -52,30 +53,30 @@ class Spy:
         assert event == 5
         self._stream_order.exit()
 
-    def forward_fused(self, q, k, v, remote, options, sink, event):
+    def forward_final(self, x, remote, event):
         assert event == 5
         self.say(remote)
         self.say("kernel")
 
-    def backward_fused(self, dout, q, k, v, out, lse, remote, *rest):
+    def backward_fused(self, x, remote):
         self.say(remote)
         self.say("kernel")
-        return RemoteGrads(q, k, v, None, 3, 4, q)
+        return RemoteGrads(x.q, x.k, x.v, None, 3, 4, x.q)
 
 
 def one_launch(spy: Spy, monkeypatch) -> FusedAttention:
     one = object.__new__(FusedAttention)
     one.part = SimpleNamespace(slices=None)
-    monkeypatch.setattr(one, "_of", lambda q, k, v: (spy, k, v), raising=False)
+    monkeypatch.setattr(one, "_of", lambda x: (spy, x), raising=False)
     return one
 
 
 def run(one: FusedAttention, spy: Spy, is_forward: bool) -> None:
     x = torch.zeros(4, 2, 8)
     if is_forward:
-        one.forward(spy, x, x, x, None, None)
+        one.forward(spy, Operands(x, x, x, None, None))
     else:
-        one.backward(spy, x, x, x, x, x, x, None, None)
+        one.backward(spy, BackwardOperands(x, x, x, x, x, x, None, None))
 
 
 def test_calls_on_several_streams_follow_one_another(monkeypatch) -> None:

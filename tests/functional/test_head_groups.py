@@ -20,7 +20,7 @@ from magi_attention.errors import ContractError, UnsupportedError
 from magi_attention.functional import AttnRuntime, TokenLayout, gather, shard
 from magi_attention.functional.dist_attn import dist_attn
 from magi_attention.kernels import default_registry
-from magi_attention.meta.planner import build_plan, plan_by_head_groups
+from magi_attention.meta.planner import PlanOptions, build_plan, plan_by_head_groups
 from magi_attention.testing.libraries import planner_or_skip
 
 
@@ -30,7 +30,7 @@ def plans_of(case: Case):
     case = replace(case, cp=max(case.cp, 2), uneven=False, sink=False)
     _, slices, total, tensors, _ = make_problem(case)
     heads = dict(num_heads_q=case.heads[0], num_heads_kv=case.heads[1])
-    plan = build_plan(slices, total, case.cp, config=make_config(case), **heads)
+    plan = build_plan(slices, total, case.cp, PlanOptions(**heads), config=make_config(case))
     return case, plan, plan_by_head_groups(plan, "always"), slices, total, tensors
 
 
@@ -76,7 +76,7 @@ def test_a_token_has_one_owner_and_each_group_its_mask(case: Case) -> None:
 def test_what_they_save():
     """As many ranks as kv heads: one group each, as in DeepSpeed-Ulysses. A rank is sent its group of other tokens."""
     planner_or_skip()
-    plan = build_plan(Mask.full(4096).slices, 4096, 4, num_heads_q=4, num_heads_kv=4, head_dim=64)
+    plan = build_plan(Mask.full(4096).slices, 4096, 4, PlanOptions(4, 4, 64))
     by_groups = plan_by_head_groups(plan, "always")
     assert by_groups.comm_matrix().sum() == by_groups.query_matrix().sum() == 3 * 4096
     assert by_groups.imbalance == 1
@@ -84,7 +84,7 @@ def test_what_they_save():
 
 def test_what_is_refused():
     planner_or_skip()
-    plan = build_plan(Mask.causal(64).slices, 64, 2, num_heads_q=4, num_heads_kv=2, head_dim=8)
+    plan = build_plan(Mask.causal(64).slices, 64, 2, PlanOptions(4, 2, 8))
     by_groups = plan_by_head_groups(plan, "always")
 
     def run(transport, words, error, heads=2, **options):
@@ -100,6 +100,6 @@ def test_what_is_refused():
     ):
         FakeWorld(2).run(partial(run, words=words, error=error, **options))
     config = DistAttnConfig(DispatchConfig(7, uneven_shard=True))
-    uneven = build_plan(Mask.causal(50).slices, 50, 2, config=config, num_heads_q=4, num_heads_kv=2)
+    uneven = build_plan(Mask.causal(50).slices, 50, 2, PlanOptions(4, 2), config=config)
     with pytest.raises(ContractError, match="uneven_shard"):
         plan_by_head_groups(uneven, "always")

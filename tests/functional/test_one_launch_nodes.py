@@ -29,7 +29,7 @@ from magi_attention.functional import runtime
 from magi_attention.functional.one_launch import choice as one_launch_choice
 from magi_attention.functional.one_launch.nodes import NodeFusedAttention
 from magi_attention.kernels import default_registry
-from magi_attention.kernels.types import AttnOptions
+from magi_attention.kernels.types import AttnOptions, BackwardOperands, Operands
 from magi_attention.native.comm import symm
 from magi_attention.testing.libraries import compiled_or_skip, csrc_or_skip, planner_or_skip
 from magi_attention.testing.masks import random_slices
@@ -87,8 +87,9 @@ def attention(hopper, one: NodeFusedAttention, plan, t, tensors, options: AttnOp
     """out, lse, dq, dk and dv of this rank's tokens; ``seed``: of the order of threads."""
     q, k, v, dout = (plan.shard(x, t).contiguous() for x in tensors)
     hopper.use(3, seed)
-    out, lse, _ = one.forward(hopper.backend, q, k, v, options, None)
-    grads = one.backward(hopper.backend, dout, q, k, v, out, lse, options, None)
+    call = one.part.slices, options
+    out, lse, _ = one.forward(hopper.backend, Operands(q, k, v, *call))
+    grads = one.backward(hopper.backend, BackwardOperands(dout, q, k, v, out, lse, *call))
     return [out, lse, grads.dq, grads.dk, grads.dv]
 
 

@@ -24,11 +24,11 @@ from magi_attention.functional.dist_attn import dist_attn
 from magi_attention.functional.documents import labels
 from magi_attention.functional.layout import place, roll, sum_shards
 from magi_attention.functional.one_launch import nvlink
-from magi_attention.kernels import default_registry
+from magi_attention.kernels import AttnOptions, Operands, default_registry
 from magi_attention.kernels.ffa.peer_kv import RemoteMask
 from magi_attention.meta.fused_layout import FusedLayout
 from magi_attention.meta.plan import Plan
-from magi_attention.meta.planner import build_plan
+from magi_attention.meta.planner import PlanOptions, build_plan
 from magi_attention.testing.masks import random_slices
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -40,7 +40,7 @@ TOTAL = 41
 def make_plan(seed: int, cp: int, degree: int) -> Plan:
     slices = SliceTable(random_slices(np.random.default_rng(seed), TOTAL, TOTAL, max_slices=8))
     config = DistAttnConfig(DispatchConfig(4), OverlapConfig(degree=degree, min_chunk_size=2))
-    return build_plan(slices, TOTAL, cp, config=config, cu_seqlens=(0, 17, TOTAL))
+    return build_plan(slices, TOTAL, cp, PlanOptions(cu_seqlens=(0, 17, TOTAL)), config=config)
 
 
 def use(transport, plan: Plan, backend: str, hierarchy=None) -> tuple[TokenLayout, AttnRuntime, torch.Tensor]:
@@ -163,12 +163,13 @@ def test_bytes_of_one_launch(monkeypatch):
     monkeypatch.setattr(nvlink, "Launches", Made)
     monkeypatch.setattr(nvlink, "symm_group", lambda *_: None)
     q = torch.zeros(TOTAL, 2, 8, dtype=torch.bfloat16)
-    made, *_ = attention._of(q, q, q)
-    assert attention._of(q, q, q)[0] is made and len(attention.cache) == 1
+    x = Operands(q, q, q, attention.part.slices, AttnOptions(1.0))
+    made, *_ = attention._of(x)
+    assert attention._of(x)[0] is made and len(attention.cache) == 1
     made.is_now, died = False, weakref.ref(made)
     made.group = None
     del made
-    anew, *_ = attention._of(q, q, q)
+    anew, *_ = attention._of(x)
     assert anew.is_current() and len(attention.cache) == 1 and died() is None
     attention.cache.clear()
-    assert len(attention.cache) == 0 and attention._of(q, q, q)[0] is not anew
+    assert len(attention.cache) == 0 and attention._of(x)[0] is not anew

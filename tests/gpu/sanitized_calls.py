@@ -20,7 +20,7 @@ from magi_attention.kernels.ffa import backward as ffa_backward
 from magi_attention.kernels.ffa.backend import FfaBackend
 from magi_attention.kernels.ffa.schedule.select_schedule import BwdSchedule, select_schedule
 from magi_attention.kernels.ffa.schedule.tile_splits import Split
-from magi_attention.kernels.types import Grads
+from magi_attention.kernels.types import BackwardOperands, Grads, Operands
 
 DIMS = ((64, 64), (128, 128), (72, 120), (256, 256))
 # About two work tiles for each SM, so that heads are not split, of tiles that can be split; and of L2 groups of which
@@ -64,15 +64,15 @@ def run(ffa: FfaBackend, call: Call) -> None:
     of_call = {n: options[n] for n in ("deterministic", "sm_margin") if n in options}
     attn, dout = replace(options_of(x), **of_call), make_dout(x)
     ffa_backward.select_schedule = select_schedule if schedule is None else lambda *_: schedule
-    out, lse, _ = ffa.forward_final(x.q, x.k, x.v, x.slices, attn, x.sink)
-    operands = (dout, x.q, x.k, x.v, out, lse, x.slices, attn, x.sink)
+    out, lse, _ = ffa.forward_final(Operands(x.q, x.k, x.v, x.slices, attn, x.sink))
+    operands = BackwardOperands(dout, x.q, x.k, x.v, out, lse, x.slices, attn, x.sink)
     for _ in range(2):  # what the first makes of the plan is kept for the second
         if "into" in options:
             into = Grads(*(torch.ones(t.shape, device=t.device) for t in (x.q, x.k, x.v)))
-            ffa.backward(*operands, init=into)
+            ffa.backward(operands, into)
             found = into
         else:
-            found = ffa.backward_final(*operands)
+            found = ffa.backward_final(operands)
         torch.cuda.synchronize()
     for gradient in ("dq", "dk", "dv"):
         assert bool(torch.isfinite(getattr(found, gradient)).all()), (call, gradient)

@@ -17,6 +17,7 @@ from forward_oracle import make_inputs
 from test_ffa_backward_deterministic import CASES
 
 from magi_attention.kernels.ffa.backend import FfaBackend
+from magi_attention.kernels.types import BackwardOperands, Operands
 from magi_attention.native.families import family_of
 from magi_attention.native.ffa import FfaLibrary
 
@@ -36,8 +37,8 @@ def main() -> int:
         for name, dims, deterministic in product(MASKS, DIMS, (False, True)):
             x = make_inputs(0, CASES[name](333), 333, 333, (8, 2), dims, device="cuda")
             options = replace(options_of(x), deterministic=deterministic)
-            out, lse, _ = ffa.forward_final(x.q, x.k, x.v, x.slices, options)
-            grads = ffa.backward_final(make_dout(x), x.q, x.k, x.v, out, lse, x.slices, options)
+            out, lse, _ = ffa.forward_final(Operands(x.q, x.k, x.v, x.slices, options))
+            grads = ffa.backward_final(BackwardOperands(make_dout(x), x.q, x.k, x.v, out, lse, x.slices, options))
             torch.cuda.synchronize()
             if not all(t.isfinite().all() for t in (out, grads.dq, grads.dk, grads.dv)):
                 print(f"{name}, {dims}, deterministic {deterministic}, small {is_small}: not finite")

@@ -24,7 +24,7 @@ from magi_attention.kernels.ffa import backward as ffa_backward
 from magi_attention.kernels.ffa import custom_ops
 from magi_attention.kernels.ffa.backend import FfaBackend
 from magi_attention.kernels.ffa.plans import Kept, PlanShape, RangePlans, table_plan
-from magi_attention.kernels.types import Grads
+from magi_attention.kernels.types import BackwardOperands, Grads, Operands
 from magi_attention.testing import masks
 
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -70,7 +70,7 @@ def differentiate(x: Inputs, dout: torch.Tensor, **options) -> Grads:
 
 def forward(x: Inputs, ffa: FfaBackend) -> tuple[torch.Tensor, torch.Tensor]:
     """out in q's dtype and lse, by the kernels, as a training step keeps them."""
-    out, lse, _ = ffa.forward_final(x.q, x.k, x.v, x.slices, options_of(x), x.sink)
+    out, lse, _ = ffa.forward_final(Operands(x.q, x.k, x.v, x.slices, options_of(x), x.sink))
     return out, lse
 
 
@@ -216,11 +216,11 @@ def test_stages_add_up_in_float32(dtype, with_sink):
             part = SliceTable(cut_k(slices, a, b)[0] - np.array([0, 0, a, a, 0]))
             sink = x.sink if n == 1 else None  # exactly one stage applies it
             into = Grads(total.dq, total.dk[a:b], total.dv[a:b])
-            args = (dout, x.q, x.k[a:b], x.v[a:b], out, lse, part, options_of(x), sink, delta)
-            assert ffa.backward(*args, init=into) is into
+            of_part = BackwardOperands(dout, x.q, x.k[a:b], x.v[a:b], out, lse, part, options_of(x), sink, delta)
+            assert ffa.backward(of_part, into) is into
             total.dsink = into.dsink if n == 1 else total.dsink
         assert_grads(x, total, want, (seed, dims), before=before)
-        whole = ffa.backward(dout, x.q, x.k, x.v, out, lse, x.slices, options_of(x), x.sink)
+        whole = ffa.backward(BackwardOperands(dout, x.q, x.k, x.v, out, lse, x.slices, options_of(x), x.sink))
         assert whole.dq.dtype == whole.dk.dtype == whole.dv.dtype == torch.float32
         assert_grads(x, whole, want, (seed, dims, "at once"))
 
@@ -230,17 +230,17 @@ def test_a_stage_without_pairs_changes_nothing():
     dout, (out, lse) = make_dout(x), forward(x, ffa)
     into = Grads(*(torch.randn_like(t, dtype=torch.float32) for t in (x.q, x.k, x.v)))
     before = [t.clone() for t in (into.dq, into.dk, into.dv)]
-    ffa.backward(dout, x.q, x.k, x.v, out, lse, SliceTable([]), options_of(x), init=into)
+    ffa.backward(BackwardOperands(dout, x.q, x.k, x.v, out, lse, SliceTable([]), options_of(x)), into)
     assert all(torch.equal(a, b) for a, b in zip(before, (into.dq, into.dk, into.dv)))
 
 
 def test_buffers_of_other_layouts_and_out_in_float32():
     ffa, x = FfaBackend(), make_inputs(0, masks.causal(200), 200, 200, device=DEVICE)
     dout, want = make_dout(x), None
-    partial = ffa.forward(x.q, x.k, x.v, x.slices, options_of(x))
+    partial = ffa.forward(Operands(x.q, x.k, x.v, x.slices, options_of(x)))
     want = truth(x, dout)
     into = Grads(*(torch.zeros_like(t, dtype=torch.float32).mT.contiguous().mT for t in (x.q, x.k, x.v)))
-    ffa.backward(dout, x.q, x.k, x.v, partial.out, partial.lse, x.slices, options_of(x), init=into)
+    ffa.backward(BackwardOperands(dout, x.q, x.k, x.v, partial.out, partial.lse, x.slices, options_of(x)), into)
     assert_grads(x, into, want)
 
 
@@ -259,7 +259,7 @@ def test_planning_on_host_and_device_gives_the_same():
     slices = masks.random_slices(np.random.default_rng(0), 900, 900, max_slices=60)
     x, ffa = make_inputs(0, slices, 900, 900, device=DEVICE), FfaBackend()
     dout, (out, lse) = make_dout(x), forward(x, ffa)
-    by_table = ffa.backward_final(dout, x.q, x.k, x.v, out, lse, x.slices, options_of(x))
+    by_table = ffa.backward_final(BackwardOperands(dout, x.q, x.k, x.v, out, lse, x.slices, options_of(x)))
     assert_same(differentiate(x, dout), by_table, x.q.dtype)
 
 
@@ -269,7 +269,7 @@ def test_strided_and_misaligned_inputs():
     want = truth(x, dout)
 
     def run(dout, q, k, v, out, lse, note):
-        got = ffa.backward_final(dout, q, k, v, out, lse, x.slices, options_of(x))
+        got = ffa.backward_final(BackwardOperands(dout, q, k, v, out, lse, x.slices, options_of(x)))
         assert_grads(x, got, want, note)
 
     q, k, v = torch.cat([x.q, x.k, x.v], dim=1).split([8, 2, 2], dim=1)
@@ -311,7 +311,7 @@ def test_what_unseen_rows_hold_does_not_matter(dtype, value, num_sinks):
         ffa = FfaBackend()
         out, lse = forward(x, ffa)
         delta = (out.float() * dout.float()).sum(-1)  # NaN in those rows
-        given = ffa.backward(dout, x.q, x.k, x.v, out, lse, x.slices, options_of(x), delta=delta)
+        given = ffa.backward(BackwardOperands(dout, x.q, x.k, x.v, out, lse, x.slices, options_of(x), delta=delta))
         assert not any(t.isnan().any() for t in (given.dq, given.dk, given.dv))
         if num_sinks:
             assert got.dsink.isfinite().all()
@@ -325,6 +325,6 @@ def test_a_plan_of_other_shapes_gives_nan(monkeypatch, is_float):
     wrong = table_plan(masks.causal(328), PlanShape(328, 328, tile, is_transposed=True), x.q.device)
     monkeypatch.setattr(RangePlans, "plan", lambda *_: Kept(wrong, wrong.data_ptr(), PlanCache()))
     run = ffa.backward if is_float else ffa.backward_final
-    got = run(dout, x.q, x.k, x.v, out, lse, x.slices, options_of(x))
+    got = run(BackwardOperands(dout, x.q, x.k, x.v, out, lse, x.slices, options_of(x)))
     for name in ("dq", "dk", "dv"):
         assert getattr(got, name).isnan().all(), name

@@ -30,7 +30,7 @@ from test_ffa_backward_split import ranges_on_the_host  # noqa: F401
 from magi_attention.kernels.ffa import backward as ffa_backward
 from magi_attention.kernels.ffa.backend import FfaBackend
 from magi_attention.kernels.ffa.schedule.select_schedule import BwdSchedule, select_schedule
-from magi_attention.kernels.types import Grads
+from magi_attention.kernels.types import BackwardOperands, Grads
 from magi_attention.testing import masks
 
 MODES = {
@@ -110,7 +110,9 @@ def test_as_chosen(lengths, monkeypatch):
         """As chosen, or with ``schedule``."""
         choose = lambda *a: schedule or chosen.append(select_schedule(*a)) or chosen[-1]  # noqa: E731
         monkeypatch.setattr(ffa_backward, "select_schedule", choose)
-        return ffa.backward_final(dout, x.q, x.k, x.v, out, lse, x.slices, replace(options_of(x), **options))
+        return ffa.backward_final(
+            BackwardOperands(dout, x.q, x.k, x.v, out, lse, x.slices, replace(options_of(x), **options))
+        )
 
     first = backward(deterministic=True)
     for margin in (0, 60):

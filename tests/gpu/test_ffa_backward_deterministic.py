@@ -32,7 +32,7 @@ from magi_attention.functional.flex_flash_attn import flex_flash_attn_func
 from magi_attention.kernels.ffa import backward as ffa_backward
 from magi_attention.kernels.ffa.backend import FfaBackend
 from magi_attention.kernels.ffa.schedule.select_schedule import select_schedule
-from magi_attention.kernels.types import Grads
+from magi_attention.kernels.types import BackwardOperands, Grads
 from magi_attention.testing import masks
 
 
@@ -165,7 +165,7 @@ def test_uneven_documents_split_their_heads(dtype, monkeypatch):
     dout, ffa = make_dout(x), FfaBackend()
     out, lse = forward(x, ffa)
     options = replace(options_of(x), deterministic=True)
-    found = [ffa.backward_final(dout, x.q, x.k, x.v, out, lse, x.slices, options) for _ in range(5)]
+    found = [ffa.backward_final(BackwardOperands(dout, x.q, x.k, x.v, out, lse, x.slices, options)) for _ in range(5)]
     assert_grads(x, found[0], truth(x, dout), dtype)
     for again in found[1:]:
         assert_same_bits(again, found[0], dtype)

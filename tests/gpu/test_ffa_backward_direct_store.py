@@ -26,7 +26,7 @@ from magi_attention.kernels.ffa import backward as ffa_backward
 from magi_attention.kernels.ffa.backend import FfaBackend
 from magi_attention.kernels.ffa.schedule.select_schedule import BwdSchedule
 from magi_attention.kernels.ffa.schedule.tile_splits import Split
-from magi_attention.kernels.types import Grads
+from magi_attention.kernels.types import BackwardOperands, Grads
 from magi_attention.testing import masks
 
 COUNTERS = 128  # bytes at the start of the workspace
@@ -70,7 +70,7 @@ def through_dq_accum(x: Inputs, dout: torch.Tensor, is_ordered: bool) -> Grads:
     """In float32, which the main kernel never writes, and rounded here."""
     ffa, options = FfaBackend(), replace(options_of(x), deterministic=is_ordered)
     out, lse = forward(x, ffa)
-    found = ffa.backward(dout, x.q, x.k, x.v, out, lse, x.slices, options)
+    found = ffa.backward(BackwardOperands(dout, x.q, x.k, x.v, out, lse, x.slices, options))
     return Grads(*(g.to(x.q.dtype) for g in (found.dq, found.dk, found.dv)))
 
 

@@ -30,7 +30,7 @@ from magi_attention.kernels.ffa.backend import FfaBackend
 from magi_attention.kernels.ffa.plans import DEVICE_PLANS, KEPT_ORDERS, Kept, PlanShape, RangePlans, table_plan
 from magi_attention.kernels.ffa.schedule.select_schedule import BwdSchedule
 from magi_attention.kernels.ffa.schedule.tile_splits import Split
-from magi_attention.kernels.types import Grads
+from magi_attention.kernels.types import BackwardOperands, Grads
 from magi_attention.native import abi
 from magi_attention.testing import masks
 
@@ -66,7 +66,9 @@ class Calls:
 
     def __call__(self) -> Grads:
         x = self.x
-        return self.ffa.backward_final(self.dout, x.q, x.k, x.v, self.out, self.lse, x.slices, self.options)
+        return self.ffa.backward_final(
+            BackwardOperands(self.dout, x.q, x.k, x.v, self.out, self.lse, x.slices, self.options)
+        )
 
     def assert_as(self, got: Grads, want: Grads, note: object) -> None:
         if self.options.deterministic:

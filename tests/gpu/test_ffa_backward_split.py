@@ -26,7 +26,7 @@ from magi_attention.kernels.ffa import backward as ffa_backward
 from magi_attention.kernels.ffa.backend import FfaBackend
 from magi_attention.kernels.ffa.plans import DEVICE_PLANS, Kept, PlanShape, RangePlans, RangeTensors, table_plan
 from magi_attention.kernels.ffa.schedule.select_schedule import BwdSchedule
-from magi_attention.kernels.types import Grads
+from magi_attention.kernels.types import BackwardOperands, Grads
 from magi_attention.native import abi
 from magi_attention.testing import masks
 from magi_attention.testing.uneven import SPLIT_CASES
@@ -168,7 +168,7 @@ def test_a_graph_and_another_stream_read_the_same_list(name):
     out, lse = forward(x, ffa)
 
     def run() -> Grads:
-        return ffa.backward_final(dout, x.q, x.k, x.v, out, lse, x.slices, options_of(x))
+        return ffa.backward_final(BackwardOperands(dout, x.q, x.k, x.v, out, lse, x.slices, options_of(x)))
 
     want = run()
     assert_grads(x, want, truth(x, dout), name)
@@ -200,7 +200,7 @@ def test_range_tensors_give_the_same_without_a_list(name):
     out, lse = forward(x, ffa)
     columns = torch.tensor(slices, dtype=torch.int32, device=DEVICE)
     ranges = RangeTensors(columns[:, :2].contiguous(), columns[:, 2:4].contiguous(), columns[:, 4].contiguous())
-    got = ffa.backward_final(dout, x.q, x.k, x.v, out, lse, ranges, options_of(x))
+    got = ffa.backward_final(BackwardOperands(dout, x.q, x.k, x.v, out, lse, ranges, options_of(x)))
     assert_grads(x, got, truth(x, dout), name)
 
 
@@ -212,7 +212,7 @@ def test_a_plan_of_other_shapes_gives_nan(monkeypatch):
     kept = Kept(wrong, wrong.data_ptr(), PlanCache())
     monkeypatch.setattr(RangePlans, "plan", lambda *_: kept)
     for _ in range(2):
-        got = ffa.backward_final(dout, x.q, x.k, x.v, out, lse, x.slices, options_of(x))
+        got = ffa.backward_final(BackwardOperands(dout, x.q, x.k, x.v, out, lse, x.slices, options_of(x)))
         for name in ("dq", "dk", "dv"):
             assert getattr(got, name).isnan().all(), name
 
@@ -226,7 +226,7 @@ def test_rows_with_delta_given_and_without_out():
     out, lse = forward(x, ffa)
     delta = (out.float() * dout.float()).sum(-1)
     for _ in range(3):
-        got = ffa.backward(dout, x.q, x.k, x.v, out, lse, x.slices, options_of(x), delta=delta)
+        got = ffa.backward(BackwardOperands(dout, x.q, x.k, x.v, out, lse, x.slices, options_of(x), delta=delta))
         assert_grads(x, got, truth(x, dout))
 
 
@@ -257,7 +257,7 @@ def test_float32_buffers_are_added_to(was_split):
     dout, (out, lse) = make_dout(x), forward(x, ffa)
     before = Grads(*(torch.randn_like(t, dtype=torch.float32) for t in (x.q, x.k, x.v)))
     into = Grads(*(t.clone() for t in (before.dq, before.dk, before.dv)))
-    ffa.backward(dout, x.q, x.k, x.v, out, lse, x.slices, options_of(x), init=into)
+    ffa.backward(BackwardOperands(dout, x.q, x.k, x.v, out, lse, x.slices, options_of(x)), into)
     assert was_split()
     assert_grads(x, into, truth(x, dout), before=before)
 

@@ -35,7 +35,7 @@ from magi_attention.kernels.ffa import backward as ffa_backward
 from magi_attention.kernels.ffa.backend import FfaBackend
 from magi_attention.kernels.ffa.schedule.select_schedule import BwdSchedule, select_schedule
 from magi_attention.kernels.ffa.schedule.tile_splits import Split
-from magi_attention.kernels.types import Grads
+from magi_attention.kernels.types import BackwardOperands, Grads
 from magi_attention.testing import masks
 
 # Queries and keys, query and kv heads: enough work tiles for 132 multiprocessors, so that heads are not split anyway.
@@ -101,7 +101,7 @@ def test_as_chosen(dtype, monkeypatch):
     dout, ffa = make_dout(x), FfaBackend()
     out, lse = forward(x, ffa)
     options = replace(options_of(x), deterministic=True)
-    found = [ffa.backward_final(dout, x.q, x.k, x.v, out, lse, x.slices, options) for _ in range(5)]
+    found = [ffa.backward_final(BackwardOperands(dout, x.q, x.k, x.v, out, lse, x.slices, options)) for _ in range(5)]
     assert_grads(x, found[0], truth(x, dout), dtype)
     for again in found[1:]:
         assert_same_bits(again, found[0], dtype)
@@ -142,10 +142,10 @@ def test_added_to_what_is_there(dtype, forced):
     dout, ffa = make_dout(x), FfaBackend()
     out, lse = forward(x, ffa)
     options = replace(options_of(x), deterministic=True)
-    operands = (dout, x.q, x.k, x.v, out, lse, x.slices, options)
-    alone = ffa.backward(*operands)
+    operands = BackwardOperands(dout, x.q, x.k, x.v, out, lse, x.slices, options)
+    alone = ffa.backward(operands)
     into = Grads(*(torch.full(t.shape, 3.0, device=DEVICE) for t in (x.q, x.k, x.v)))
-    ffa.backward(*operands, init=into)
+    ffa.backward(operands, into)
     for name in ("dq", "dk", "dv"):
         assert torch.allclose(getattr(into, name), getattr(alone, name) + 3.0, rtol=0, atol=2e-6), name
 

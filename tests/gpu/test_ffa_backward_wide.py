@@ -38,7 +38,7 @@ from magi_attention.kernels.ffa.backend import FfaBackend
 from magi_attention.kernels.ffa.host_ranges import HostRanges
 from magi_attention.kernels.ffa.schedule import work_tiles as work_tiles_module
 from magi_attention.kernels.ffa.schedule.select_schedule import BwdSchedule, select_schedule
-from magi_attention.kernels.types import Grads
+from magi_attention.kernels.types import BackwardOperands, Grads
 from magi_attention.testing import masks
 
 # 11 tiles: 484 work tiles, of which 88 are left to a last wave of 132 SMs; they are split in four.
@@ -128,9 +128,9 @@ def test_a_long_mask_chooses_it(monkeypatch):
     for slices in (masks.full(total), masks.varlen(list(range(0, total + 1, 500)), 1)):
         x = make_inputs(0, slices, total, total, (4, 1), (128, 128), device=DEVICE)
         dout, (out, lse) = make_dout(x), forward(x, ffa)
-        got = ffa.backward_final(dout, x.q, x.k, x.v, out, lse, x.slices, options_of(x))
+        got = ffa.backward_final(BackwardOperands(dout, x.q, x.k, x.v, out, lse, x.slices, options_of(x)))
         assert_grads(x, got, truth(x, dout))
-        again = ffa.backward_final(dout, x.q, x.k, x.v, out, lse, x.slices, options_of(x))
+        again = ffa.backward_final(BackwardOperands(dout, x.q, x.k, x.v, out, lse, x.slices, options_of(x)))
         assert_same(again, got, x.q.dtype)
     assert [s.block_m for s in chosen] == [80, 80, 64, 64]
 
@@ -153,6 +153,6 @@ def test_the_last_wave_adds_to_float32_buffers(was_last_wave_split):
     dout, (out, lse) = make_dout(x), forward(x, ffa)
     before = Grads(*(torch.randn_like(t, dtype=torch.float32) for t in (x.q, x.k, x.v)))
     into = Grads(*(t.clone() for t in (before.dq, before.dk, before.dv)))
-    ffa.backward(dout, x.q, x.k, x.v, out, lse, x.slices, options_of(x), init=into)
+    ffa.backward(BackwardOperands(dout, x.q, x.k, x.v, out, lse, x.slices, options_of(x)), into)
     assert was_last_wave_split()
     assert_grads(x, into, truth(x, dout), before=before)

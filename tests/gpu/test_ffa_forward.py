@@ -30,7 +30,7 @@ from magi_attention.errors import NoBackendError
 from magi_attention.functional.flex_flash_attn import flex_flash_attn_func
 from magi_attention.kernels.ffa import custom_ops
 from magi_attention.kernels.ffa.backend import FfaBackend
-from magi_attention.kernels.types import AttnOptions, Partial
+from magi_attention.kernels.types import AttnOptions, Operands, Partial
 from magi_attention.testing import masks
 
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -205,10 +205,10 @@ def test_stages_equal_one_shot(dtype, with_sink):
             piece = SliceTable(cut_k(slices, a, b)[0] - np.array([0, 0, a, a, 0]))
             sink = x.sink if n == 1 else None  # exactly one stage applies it
             given = part
-            part = ffa.forward(x.q, x.k[a:b], x.v[a:b], piece, options, sink, init=part)
+            part = ffa.forward(Operands(x.q, x.k[a:b], x.v[a:b], piece, options, sink), part)
             assert given is None or part is given
         poison(x)
-        whole = ffa.forward(x.q, x.k, x.v, x.slices, options, x.sink)
+        whole = ffa.forward(Operands(x.q, x.k, x.v, x.slices, options, x.sink))
         assert part.out.dtype == whole.out.dtype == torch.float32
         want = assert_right(x, Result(whole.out, whole.lse, whole.max_logits))
         assert_right(x, Result(part.out, part.lse, part.max_logits))
@@ -220,13 +220,13 @@ def test_stages_equal_one_shot(dtype, with_sink):
 def test_a_stage_without_pairs_changes_nothing():
     ffa = FfaBackend()
     x = make_inputs(0, masks.causal(200), 200, 200, device=DEVICE)
-    part = ffa.forward(x.q, x.k, x.v, x.slices, options_of(x))
+    part = ffa.forward(Operands(x.q, x.k, x.v, x.slices, options_of(x)))
     before = Result(part.out.clone(), part.lse.clone(), part.max_logits.clone())
-    ffa.forward(x.q, x.k, x.v, SliceTable([]), options_of(x), init=part)
+    ffa.forward(Operands(x.q, x.k, x.v, SliceTable([]), options_of(x)), part)
     for name in ("out", "lse", "max_logits"):
         assert torch.equal(getattr(part, name), getattr(before, name)), name
     fresh = Partial(torch.zeros_like(part.out), torch.full_like(part.lse, NEG_INF))
-    ffa.forward(x.q, x.k, x.v, x.slices, options_of(x), init=fresh)
+    ffa.forward(Operands(x.q, x.k, x.v, x.slices, options_of(x)), fresh)
     assert_right(x, Result(fresh.out, fresh.lse, fresh.max_logits))
 
 
@@ -242,7 +242,7 @@ def test_two_runs_are_bitwise_equal():
 
 def test_planning_on_host_and_device_gives_equal_bits():
     x = make_inputs(0, masks.random_slices(np.random.default_rng(0), 900, 900, max_slices=60), 900, 900, device=DEVICE)
-    by_table, *_ = FfaBackend().forward_final(x.q, x.k, x.v, x.slices, options_of(x))
+    by_table, *_ = FfaBackend().forward_final(Operands(x.q, x.k, x.v, x.slices, options_of(x)))
     assert torch.equal(by_table, attend(x).out)
 
 
@@ -354,7 +354,7 @@ def test_streams_do_not_disturb_one_another():
     for _ in range(5):
         for x, stream in zip(cases, streams):
             with torch.cuda.stream(stream), torch.no_grad():
-                got.append((x, ffa.forward_final(x.q, x.k, x.v, x.slices, options_of(x))))
+                got.append((x, ffa.forward_final(Operands(x.q, x.k, x.v, x.slices, options_of(x)))))
     torch.cuda.synchronize()
     for x, result in got:
         assert_right(x, Result(*result))

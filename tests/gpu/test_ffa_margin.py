@@ -12,6 +12,7 @@ from backward_oracle import make_dout, options_of
 from forward_oracle import make_inputs
 
 from magi_attention.kernels.ffa.backend import FfaBackend
+from magi_attention.kernels.types import BackwardOperands, Operands
 from magi_attention.testing import masks
 
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -55,11 +56,12 @@ def test_a_margin_is_free(name):
     total, ffa = int(slices.array[:, 1].max()), FfaBackend()
     x = make_inputs(0, slices.array, total, total, heads, (128, 128), dtype=torch.bfloat16, device="cuda")
     dout, options = make_dout(x), replace(options_of(x), deterministic=is_ordered)
-    out, lse, _ = ffa.forward_final(x.q, x.k, x.v, x.slices, options, None)
+    out, lse, _ = ffa.forward_final(Operands(x.q, x.k, x.v, x.slices, options))
     shares = []
     for margin in (MARGIN, 0):
         some = replace(options, sm_margin=margin)
-        backward = partial(ffa.backward_final, dout, x.q, x.k, x.v, out, lse, x.slices, some)
+        operands = BackwardOperands(dout, x.q, x.k, x.v, out, lse, x.slices, some)
+        backward = partial(ffa.backward_final, operands)
         shares.append(share_of_time(backward))
     print(f"{name}: with a margin {shares[0]:.2f}, without {shares[1]:.2f}")
     assert shares[0] < 0.8 < shares[1], shares

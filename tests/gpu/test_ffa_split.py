@@ -22,7 +22,7 @@ from test_ffa_forward import DTYPES, attend, check, each_dtype, explicit_backend
 
 from magi_attention.kernels.ffa.backend import FfaBackend
 from magi_attention.kernels.ffa.schedule.forward_splits import ForwardSplits
-from magi_attention.kernels.types import Partial
+from magi_attention.kernels.types import Operands, Partial
 from magi_attention.testing import masks
 
 DEVICE = "cuda"
@@ -77,15 +77,15 @@ def test_it_cuts_and_the_workspace_follows():
     few = make_inputs(0, np.array([[0, 64, 0, 5_000, 1]]), 64, 5_000, (8, 1), (128, 128))
     many = make_inputs(0, masks.causal(6_000), 6_000, 6_000, (8, 1), (128, 128))
     for x in (many, few, many):
-        backend.forward_final(x.q, x.k, x.v, x.slices, options_of(x))
-    small, large = sorted({call.workspace_bytes for call in backend.calls_of(few.q).forward._prepared.values()})
+        backend.forward_final(Operands(x.q, x.k, x.v, x.slices, options_of(x)))
+    small, large = sorted({call.workspace_bytes for call in backend._forward._prepared.values()})
     assert small < 10_000 < 1_000_000 < large
-    ((workspace, *_),) = backend.calls_of(few.q).forward._workspaces.values()
+    ((workspace, *_),) = backend._forward._workspaces.values()
     assert workspace.nbytes == large
     assert not workspace[:4096].any(), "counters must be back at zero"
-    want, *_ = backend.forward_final(few.q, few.k, few.v, few.slices, options_of(few))
+    want, *_ = backend.forward_final(Operands(few.q, few.k, few.v, few.slices, options_of(few)))
     workspace[4096:] = 255  # NaN in every float
-    got, *_ = backend.forward_final(few.q, few.k, few.v, few.slices, options_of(few))
+    got, *_ = backend.forward_final(Operands(few.q, few.k, few.v, few.slices, options_of(few)))
     assert torch.equal(got, want)
 
 
@@ -105,7 +105,7 @@ def test_stages():
     part = Partial(out, torch.full((64, 8), NEG_INF, device=DEVICE))
     for row in (0, 1):
         one = type(x.slices)(x.slices.array[row : row + 1])
-        ffa.forward(x.q, x.k, x.v, one, options_of(x), init=part)
+        ffa.forward(Operands(x.q, x.k, x.v, one, options_of(x)), part)
     assert_right(x, Result(part.out, part.lse, part.max_logits))
 
 
@@ -117,9 +117,9 @@ def readers(rows: int, count: int, first: int | None = None) -> np.ndarray:
     return np.array([*([a, b, a, b, 1] for a, b in documents), [first, first + count, 0, rows, 0]])
 
 
-def split_of(backend: FfaBackend, x) -> list[ForwardSplits]:
+def split_of(backend: FfaBackend) -> list[ForwardSplits]:
     """Those of the calls so far."""
-    return [key[-1] for key in backend.calls_of(x.q).forward._prepared if key[-1] is not None]
+    return [key[-1] for key in backend._forward._prepared if key[-1] is not None]
 
 
 @each_dtype
@@ -130,28 +130,28 @@ def test_long_tiles_beside_short_ones(dtype, heads, dims, count):
     for seed, first in enumerate((None, 1_000)):
         x = make_inputs(seed, readers(6_000, count, first), 6_000, 6_000, heads, dims, dtype=dtype)
         backend, want = FfaBackend(), dense(x, torch.float64)
-        got = [backend.forward_final(x.q, x.k, x.v, x.slices, options_of(x, bool(i))) for i in (1, 0, 0)]
-        (splits, *_) = split_of(backend, x)
+        got = [backend.forward_final(Operands(x.q, x.k, x.v, x.slices, options_of(x, bool(i)))) for i in (1, 0, 0)]
+        (splits, *_) = split_of(backend)
         assert splits.tiles < -(-6_000 // 16) and splits.parts > 1
         for out, lse, most in got:
             assert_right(x, Result(out, lse, most), allowed_error(x, want), want, note=f"seed {seed}")
         assert torch.equal(got[1][0], got[2][0]) and torch.equal(got[1][1], got[2][1])
-        ((workspace, *_),) = backend.calls_of(x.q).forward._workspaces.values()
+        ((workspace, *_),) = backend._forward._workspaces.values()
         assert not workspace[:4096].any(), "counters must be back at zero"
 
 
 def test_long_tiles_with_options_and_stages():
     x = make_inputs(7, readers(5_000, 70), 5_000, 5_000, (8, 2), (128, 128), softcap=20.0, sink_shape=(3, 8))
     backend = FfaBackend()
-    got = backend.forward_final(x.q, x.k, x.v, x.slices, options_of(x), x.sink)
-    assert split_of(backend, x)
+    got = backend.forward_final(Operands(x.q, x.k, x.v, x.slices, options_of(x), x.sink))
+    assert split_of(backend)
     assert_right(x, Result(*got))
     x = make_inputs(8, readers(5_000, 70), 5_000, 5_000, (8, 2), (128, 128))
     out = torch.zeros(5_000, 8, 128, device=DEVICE)
     part = Partial(out, torch.full((5_000, 8), NEG_INF, device=DEVICE))
     rows = x.slices.array
     for one in (rows[:-1], rows[-1:]):
-        backend.forward(x.q, x.k, x.v, type(x.slices)(one), options_of(x), init=part)
+        backend.forward(Operands(x.q, x.k, x.v, type(x.slices)(one), options_of(x)), part)
     assert_right(x, Result(part.out, part.lse, part.max_logits))
 
 

@@ -25,7 +25,7 @@ from magi_attention.functional.flex_flash_attn import flex_flash_attn_func
 from magi_attention.kernels.fa4.backend import Fa4Backend
 from magi_attention.kernels.ffa import custom_ops
 from magi_attention.kernels.registry import default_registry
-from magi_attention.kernels.types import AttnOptions, Grads, Problem
+from magi_attention.kernels.types import AttnOptions, BackwardOperands, Grads, Operands, Problem
 from magi_attention.testing import masks
 
 DEVICE = "cuda"
@@ -213,7 +213,7 @@ def test_stages(backend, with_sink):
         pieces = [SliceTable(cut_k(slices, a, b)[0] - np.array([0, 0, a, a, 0])) for a, b in edges]
         for n, ((a, b), piece) in enumerate(zip(edges, pieces)):
             sink, given = x.sink if n == 1 else None, part  # exactly one stage applies it
-            part = ours.forward(x.q, x.k[a:b], x.v[a:b], piece, options, sink, init=part)
+            part = ours.forward(Operands(x.q, x.k[a:b], x.v[a:b], piece, options, sink), part)
             assert given is None or part is given
         want = dense(x, torch.float64)
         assert (part.out - want.out).abs().max() < 4e-2 and torch.allclose(part.lse.double(), want.lse, atol=1e-3)
@@ -222,7 +222,7 @@ def test_stages(backend, with_sink):
         for n, ((a, b), piece) in enumerate(zip(edges, pieces)):
             into = Grads(total.dq, total.dk[a:b], total.dv[a:b])
             sink = x.sink if n == 1 else None
-            ours.backward(dout, x.q, x.k[a:b], x.v[a:b], out, lse, piece, options, sink, init=into)
+            ours.backward(BackwardOperands(dout, x.q, x.k[a:b], x.v[a:b], out, lse, piece, options, sink), into)
             total.dsink = into.dsink if n == 1 else total.dsink
         assert_grads(x, total, truth(x, dout, 4.0), (seed, "each stage is rounded"))
 

@@ -19,6 +19,7 @@ from magi_attention.kernels import Registry, SdpaBackend
 from magi_attention.kernels.ffa import custom_ops
 from magi_attention.kernels.ffa.backend import FfaBackend
 from magi_attention.kernels.ffa.plans import RangeTensors
+from magi_attention.kernels.types import Operands
 from magi_attention.native import abi
 from magi_attention.native.ffa import BackwardNeeds, FfaTile
 from magi_attention.native.loader import check, load
@@ -368,7 +369,7 @@ def inputs(tq, tk, heads=(4, 2), dims=(16, 16), dtype=torch.bfloat16, seed=0):
 
 def truth(q, k, v, slices, options, sink=None):
     sink = None if sink is None else sink.double()
-    return SdpaBackend().forward(q.double(), k.double(), v.double(), slices, options, sink)
+    return SdpaBackend().forward(Operands(q.double(), k.double(), v.double(), slices, options, sink))
 
 
 def tensors(slices: SliceTable) -> RangeTensors:

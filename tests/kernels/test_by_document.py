@@ -20,6 +20,7 @@ from magi_attention.kernels.ffa.schedule import work_tiles as work_tiles_module
 from magi_attention.kernels.ffa.schedule.select_schedule import BwdSchedule
 from magi_attention.kernels.ffa.schedule.simulate import blocks_of_tiles, starts_of
 from magi_attention.kernels.ffa.schedule.work_tiles import WorkTileShape, gain_by_document, with_work_tiles
+from magi_attention.kernels.types import BackwardOperands
 from magi_attention.native.tile_plan import TilePlan
 from magi_attention.testing.libraries import planner_or_skip
 from magi_attention.testing.masks import random_slices
@@ -142,7 +143,7 @@ def test_the_kernel_gets_the_order(mode, takes_list, monkeypatch):
     simulator.takes_list = takes_list and mode == "atomic"
     options = AttnOptions(0.3, deterministic=mode in ("deterministic", "m-blocks of 64"))
     case = Case(Mask.varlen([0, 48, 128], causal=True).slices, 128, 128, options, heads=(8, 2), dims=(128, 128))
-    ffa.backward(*case.tensors, case.slices, options)
+    ffa.backward(BackwardOperands(*case.tensors, case.slices, options))
     plan = plan_at(simulator.backward_calls[0].plan)
     by_cost = plan_of_call(case, plan).order.tolist()
     if mode == "atomic" and takes_list:

@@ -18,6 +18,7 @@ from magi_attention.common.slices import SliceTable
 from magi_attention.errors import ContractError, UnsupportedError
 from magi_attention.kernels import AttnOptions, Grads, SdpaBackend, SdpaOnlineBackend
 from magi_attention.kernels.dropout import Dropout, DropoutMask, dropout_of
+from magi_attention.kernels.types import BackwardOperands, Operands
 from magi_attention.testing.libraries import planner_or_skip
 from magi_attention.testing.masks import random_slices
 
@@ -51,9 +52,10 @@ def test_torch_backends(seed, share, backend, has_cap, has_sink):
     sink = (2, 4) if has_sink else None
     case, mask = draw(seed, tq, tk, share, softcap=3.0 if has_cap else 0.0, sink_shape=sink)
     options = AttnOptions(case.scale, case.softcap, dropout_p=share, return_max_logits=True)
-    part = backend.forward(case.q, case.k, case.v, case.slices, options, case.sink, None, mask)
-    args = (case.dout, case.q, case.k, case.v, part.out, part.lse, case.slices, options, case.sink, None, None, mask)
-    grads, want = backend.backward(*args), truth(case).tensors()
+    part = backend.forward(Operands(case.q, case.k, case.v, case.slices, options, case.sink, mask))
+    saved = (case.dout, case.q, case.k, case.v, part.out, part.lse)
+    grads = backend.backward(BackwardOperands(*saved, case.slices, options, case.sink, dropout=mask))
+    want = truth(case).tensors()
     for name, x in want.items():
         assert_same(name, getattr(grads if name[0] == "d" else part, name), x, 1e-11)
 
@@ -65,17 +67,19 @@ def test_what_the_cuda_kernels_are_given(dims):
     case, mask = draw(5, 40, 33, 0.3, dims=dims, representable=torch.bfloat16)
     q, k, v, dout = case.cast(torch.bfloat16)
     options, want = AttnOptions(case.scale, dropout_p=0.3), truth(case)
-    out, lse, _ = ffa.forward_final(q, k, v, case.slices, options, None, mask)
+    out, lse, _ = ffa.forward_final(Operands(q, k, v, case.slices, options, dropout=mask))
     close(out, want.out, 2e-2)
     close(lse, want.lse, 1e-5)
-    grads = ffa.backward(dout, q, k, v, want.out.bfloat16(), want.lse.float(), case.slices, options, dropout=mask)
+    grads = ffa.backward(
+        BackwardOperands(dout, q, k, v, want.out.bfloat16(), want.lse.float(), case.slices, options, dropout=mask)
+    )
     for name in ("dq", "dk", "dv"):
         close(getattr(grads, name), getattr(want, name), 2e-2)
     assert simulator.calls[-1].has_dropout and simulator.backward_calls[-1].has_dropout
     # Another seed is no new kind of call, and calls without dropout are not confused with them.
     other = replace(mask, dropout=Dropout(0.3, 1))
-    assert not torch.equal(ffa.forward_final(q, k, v, case.slices, options, None, other)[0], out)
-    plain = ffa.forward_final(q, k, v, case.slices, AttnOptions(case.scale))[0]
+    assert not torch.equal(ffa.forward_final(Operands(q, k, v, case.slices, options, dropout=other))[0], out)
+    plain = ffa.forward_final(Operands(q, k, v, case.slices, AttnOptions(case.scale)))[0]
     close(plain, truth(replace(case, kept=None)).out, 2e-2)
 
 
@@ -91,14 +95,14 @@ def test_stages_of_the_cuda_kernels_drop_what_one_call_drops():
     for i, slices in enumerate(halves):
         rows = slice(24 * i, 24 * i + 24)
         of_stage = replace(mask, k_positions=mask.k_positions[rows].clone())
-        part = ffa.forward(q, k[rows], v[rows], slices, options, None, part, of_stage)
+        part = ffa.forward(Operands(q, k[rows], v[rows], slices, options, dropout=of_stage), part)
     close(part.out, want.out, 1e-4)
     for i, slices in enumerate(halves):
         rows = slice(24 * i, 24 * i + 24)
         of_stage = replace(mask, k_positions=mask.k_positions[rows].clone())
         init = None if grads is None else Grads(grads.dq, torch.zeros(24, 2, 16), torch.zeros(24, 2, 16))
-        args = (dout, q, k[rows], v[rows], want.out.bfloat16(), want.lse.float(), slices, options)
-        grads = ffa.backward(*args, None, None, init, of_stage)
+        saved = (dout, q, k[rows], v[rows], want.out.bfloat16(), want.lse.float())
+        grads = ffa.backward(BackwardOperands(*saved, slices, options, dropout=of_stage), init)
         close(grads.dk, want.dk[rows], 1e-2)
         close(grads.dv, want.dv[rows], 1e-2)
     close(grads.dq, want.dq, 1e-2)
@@ -148,9 +152,9 @@ def test_what_does_not_fit():
     bad = replace(mask, k_positions=mask.k_positions[1:]), replace(mask, q_positions=mask.q_positions.long())
     for wrong in bad:
         with pytest.raises(ContractError, match="_positions of the dropout"):
-            SdpaBackend().forward(*args, good, None, None, wrong)
+            SdpaBackend().forward(Operands(*args, good, dropout=wrong))
     for options, given_mask in ((good, None), (AttnOptions(case.scale), mask), (replace(good, dropout_p=0.4), mask)):
         with pytest.raises(ContractError, match="dropout_p"):
-            SdpaOnlineBackend().forward(*args, options, None, None, given_mask)
+            SdpaOnlineBackend().forward(Operands(*args, options, dropout=given_mask))
     with pytest.raises((ContractError, UnsupportedError), match="at least 0"):
         AttnOptions(1.0, dropout_p=1.0)

@@ -20,7 +20,7 @@ from magi_attention.kernels.ffa.schedule.head_splits import MANY_SEGMENTS, head_
 from magi_attention.kernels.ffa.schedule.select_schedule import BwdSchedule
 from magi_attention.kernels.ffa.schedule.simulate import tile_steps
 from magi_attention.kernels.reference.operands import delta_with_dlse
-from magi_attention.kernels.types import Grads
+from magi_attention.kernels.types import BackwardOperands, Grads, Operands
 from magi_attention.testing import masks
 from magi_attention.testing.libraries import planner_or_skip
 
@@ -64,7 +64,7 @@ def differentiate(hopper: HopperOnCpu, x: Inputs, dout: torch.Tensor, determinis
     forward = dense(x, torch.float64)
     out, lse = forward.out.to(x.q.dtype), forward.lse.float().contiguous()
     options = replace(options_of(x), deterministic=deterministic)
-    return hopper.backend.backward_final(dout, x.q, x.k, x.v, out, lse, x.slices, options, x.sink)
+    return hopper.backend.backward_final(BackwardOperands(dout, x.q, x.k, x.v, out, lse, x.slices, options, x.sink))
 
 
 def check(hopper: HopperOnCpu, x: Inputs, seed: int, deterministic: bool = False) -> Grads:
@@ -78,12 +78,14 @@ def check_dropout(hopper: HopperOnCpu, x: Inputs, seed: int, deterministic: bool
     dropout, dout = random_dropout(seed, 0.3, len(x.q), len(x.k)), make_dout(x, seed)
     options = replace(options_of(x), dropout_p=0.3, deterministic=deterministic)
     exact = [t.double() for t in (x.q, x.k, x.v)]
-    forward = SdpaBackend().forward(*exact, x.slices, options, None, None, dropout)
+    forward = SdpaBackend().forward(Operands(*exact, x.slices, options, dropout=dropout))
     want = SdpaBackend().backward(
-        dout.double(), *exact, forward.out, forward.lse, x.slices, options, None, None, None, dropout
+        BackwardOperands(dout.double(), *exact, forward.out, forward.lse, x.slices, options, dropout=dropout)
     )
     out, lse = forward.out.to(x.q.dtype), forward.lse.float()
-    got = hopper.backend.backward_final(dout, x.q, x.k, x.v, out, lse, x.slices, options, dropout=dropout)
+    got = hopper.backend.backward_final(
+        BackwardOperands(dout, x.q, x.k, x.v, out, lse, x.slices, options, dropout=dropout)
+    )
     for name in ("dq", "dk", "dv"):
         exact_grad, scale = getattr(want, name), getattr(want, name).abs().max().item()
         error = (getattr(got, name).double() - exact_grad).abs().max().item()
@@ -100,13 +102,15 @@ def test_gradients_of_lse(hopper, seed):
     delta = delta_with_dlse(forward.out, dout.double(), forward.lse, forward.lse.sin())
     sink = None if x.sink is None else x.sink.double()
     wanted = [
-        SdpaBackend().backward(dout.double(), *exact, forward.out, forward.lse, x.slices, options, sink, d)
+        SdpaBackend().backward(
+            BackwardOperands(dout.double(), *exact, forward.out, forward.lse, x.slices, options, sink, d)
+        )
         for d in (delta, None)
     ]
     poison, lse = torch.full_like(dout, float("nan")), forward.lse.float().contiguous()
     hopper.use((1, 2, 3)[seed], seed)
     got = hopper.backend.backward_final(
-        dout, x.q, x.k, x.v, poison, lse, x.slices, options, x.sink, delta=delta.float().contiguous()
+        BackwardOperands(dout, x.q, x.k, x.v, poison, lse, x.slices, options, x.sink, delta.float().contiguous())
     )
     for name in ("dq", "dk", "dsink"):
         mine, want, without = (getattr(grads, name) for grads in (got, *wanted))
@@ -191,7 +195,7 @@ def test_what_unseen_rows_hold_does_not_matter(hopper, seed):
         operand[unseen] = float("nan")
     hopper.use(1 + seed % 2, seed)
     options = replace(options_of(x), deterministic=seed > 1)
-    got = hopper.backend.backward_final(dout, x.q, x.k, x.v, out, lse, x.slices, options, x.sink)
+    got = hopper.backend.backward_final(BackwardOperands(dout, x.q, x.k, x.v, out, lse, x.slices, options, x.sink))
     assert_grads(x, got, want, f"{seed=}")
 
 
@@ -238,7 +242,9 @@ def test_m_blocks_of_128_of_small_head_dims(hopper, seed, monkeypatch):
     for operand, rows in ((x.q, seen.any(1)), (dout, seen.any(1)), (x.k, seen.any(0)), (x.v, seen.any(0))):
         operand[~rows] = float("nan")
     hopper.use(1 + seed % 3, seed)
-    got = hopper.backend.backward_final(dout, x.q, x.k, x.v, out, lse, x.slices, options_of(x), x.sink)
+    got = hopper.backend.backward_final(
+        BackwardOperands(dout, x.q, x.k, x.v, out, lse, x.slices, options_of(x), x.sink)
+    )
     assert_grads(x, got, want, f"{seed=}")
 
 

@@ -15,7 +15,7 @@ from magi_attention.common.mask import Mask
 from magi_attention.common.slices import to_dense
 from magi_attention.kernels import SdpaBackend
 from magi_attention.kernels.ffa.plans import DEVICE_PLANS
-from magi_attention.kernels.types import AttnOptions, Partial
+from magi_attention.kernels.types import AttnOptions, Operands, Partial
 from magi_attention.native.tile_plan import TilePlan
 from magi_attention.testing import masks
 from magi_attention.testing.libraries import planner_or_skip
@@ -59,7 +59,7 @@ def random_inputs(seed: int, most: int = 420, **options) -> tuple[np.random.Gene
 
 def attend(hopper: HopperOnCpu, x: Inputs, with_max: bool = False) -> Result:
     options = AttnOptions(x.scale, x.softcap, x.sink_layout, return_max_logits=with_max)
-    return Result(*hopper.backend.forward_final(x.q, x.k, x.v, x.slices, options, x.sink))
+    return Result(*hopper.backend.forward_final(Operands(x.q, x.k, x.v, x.slices, options, x.sink)))
 
 
 @pytest.mark.parametrize("seed", range(24))
@@ -128,7 +128,7 @@ def test_stages_in_float32(hopper, seed):
     whole = Partial(torch.zeros(*x.q.shape[:2], x.v.shape[2]), torch.full(x.q.shape[:2], NEG_INF), None)
     for part in (slices[::2], slices[1::2]):
         if len(part):
-            whole = hopper.backend.forward(x.q, x.k, x.v, type(x.slices)(part), options, None, whole)
+            whole = hopper.backend.forward(Operands(x.q, x.k, x.v, type(x.slices)(part), options), whole)
     assert_right(x, Result(whole.out, whole.lse, None), note=f"{seed=}")
 
 
@@ -149,8 +149,8 @@ def test_dropout(hopper, seed):
     dropout = random_dropout(seed, 0.3, len(x.q), len(x.k))
     options = AttnOptions(x.scale, dropout_p=0.3)
     exact = (t.double() for t in (x.q, x.k, x.v))
-    want = SdpaBackend().forward(*exact, x.slices, options, None, None, dropout)
+    want = SdpaBackend().forward(Operands(*exact, x.slices, options, dropout=dropout))
     hopper.use(1, seed)
-    out, lse, _ = hopper.backend.forward_final(x.q, x.k, x.v, x.slices, options, None, dropout)
+    out, lse, _ = hopper.backend.forward_final(Operands(x.q, x.k, x.v, x.slices, options, dropout=dropout))
     torch.testing.assert_close(out.double(), want.out, rtol=0.03, atol=0.03, msg=f"{seed=}")
     torch.testing.assert_close(lse.double(), want.lse, rtol=3e-5, atol=3e-5, msg=f"{seed=}")

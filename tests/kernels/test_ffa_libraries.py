@@ -20,6 +20,7 @@ from magi_attention.kernels.ffa import custom_ops
 from magi_attention.kernels.ffa import libraries as ffa_libraries
 from magi_attention.kernels.ffa.backend import FfaBackend
 from magi_attention.kernels.ffa.libraries import FfaLibraries
+from magi_attention.kernels.types import BackwardOperands, Operands
 from magi_attention.native import abi, build, jit, loader, toolchain
 from magi_attention.native.ffa import FfaLibrary
 from magi_attention.testing.libraries import planner_or_skip
@@ -78,15 +79,15 @@ def test_what_the_library_lacks_is_compiled_once_and_used(compiled):
     q, k, v = inputs(32, 32, dims=(24, 16), dtype=torch.float16)
     want = truth(q, k, v, SLICES, OPTIONS)
     for _ in range(3):
-        out, lse, _ = ffa.forward_final(q, k, v, SLICES, OPTIONS)
+        out, lse, _ = ffa.forward_final(Operands(q, k, v, SLICES, OPTIONS))
         close(out, want.out, 1e-2)
-        ffa.backward(torch.ones_like(out), q, k, v, out, lse, SLICES, OPTIONS)
+        ffa.backward(BackwardOperands(torch.ones_like(out), q, k, v, out, lse, SLICES, OPTIONS))
     assert asked == [("fwd", "fp16", 24, 16), ("bwd", "fp16", 24, 16)]
     assert (len(first.calls), len(second.calls)) == (0, 3) and len(second.backward_calls) == 3
     x = inputs(32, 32)
-    out, lse, _ = ffa.forward_final(*x, SLICES, OPTIONS)
+    out, lse, _ = ffa.forward_final(Operands(*x, SLICES, OPTIONS))
     assert len(first.calls) == 1 and len(asked) == 2, "held by the library built ahead"
-    ffa.backward(torch.ones_like(out), *x, out, lse, SLICES, OPTIONS)
+    ffa.backward(BackwardOperands(torch.ones_like(out), *x, out, lse, SLICES, OPTIONS))
     assert asked[2:] == [("bwd", "bf16", 16, 16)] and not first.backward_calls
 
 
@@ -101,7 +102,7 @@ def test_a_known_call_goes_to_the_compiled_kernel(host_libraries, compiled, monk
     assert len(asked) == 1 and not first.calls and len(second.calls) == 4
     ffa = custom_ops._kernels()
     options = custom_ops.options_of(0.25, 0.0, "sh", False, 0, False)
-    call = ffa.prepared(case.q, case.k, case.v, case.mask, options, None)
+    call = ffa.prepared(Operands(case.q, case.k, case.v, case.mask, options))
     assert call.launch_address == second.forward_address != first.forward_address
     KNOWN.forget()
 
@@ -193,13 +194,13 @@ def test_a_compilation_that_fails_names_backend_kernel_and_remedy(monkeypatch):
     simulator.lacking = {("fwd", 16, 16)}
     for _ in range(2):
         with pytest.raises(BuildError) as error:
-            ffa.forward_final(*inputs(32, 32), SLICES, OPTIONS)
+            ffa.forward_final(Operands(*inputs(32, 32), SLICES, OPTIONS))
         for part in ("no forward kernel for bf16 and head dims 16 and 16", "native.build", "Backend 'ffa'",
                      "MAGI_ATTENTION_KERNEL_BACKEND=sdpa_ol", "The compiler said no."):  # fmt: skip
             assert part in str(error.value)
     monkeypatch.setenv("MAGI_ATTENTION_FORCE_JIT_BUILD", "1")
     with pytest.raises(BuildError, match="MAGI_ATTENTION_FORCE_JIT_BUILD=1 passes over"):
-        ffa.forward_final(*inputs(32, 32, dims=(24, 24)), SLICES, OPTIONS)
+        ffa.forward_final(Operands(*inputs(32, 32, dims=(24, 24)), SLICES, OPTIONS))
 
 
 LAUNCH_SOURCE = """

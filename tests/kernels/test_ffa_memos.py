@@ -20,6 +20,7 @@ from magi_attention.kernels import AttnOptions
 from magi_attention.kernels.ffa.plans import DEVICE_PLANS, KEPT_ORDERS, PlanShape, RangeTensors
 from magi_attention.kernels.ffa.schedule.simulate import _TILE_STEPS
 from magi_attention.kernels.tables import table_from_tensors
+from magi_attention.kernels.types import BackwardOperands, Operands
 from magi_attention.native.ffa import FfaTile
 from magi_attention.native.tile_plan import HOST_PLANS
 from magi_attention.testing.libraries import planner_or_skip
@@ -39,14 +40,14 @@ def test_plan_of_a_table_is_made_once_and_lives_with_it():
     q, k, v = inputs(32, 32)
     slices, options = SliceTable(Mask.causal(32).slices.array), AttnOptions(0.25)
     for _ in range(3):
-        ffa.forward_final(q, k, v, slices, options)
-    ffa.forward(q, k, v, slices, options)
+        ffa.forward_final(Operands(q, k, v, slices, options))
+    ffa.forward(Operands(q, k, v, slices, options))
     assert len({p.plan for p in simulator.calls}) == 1
     (kept,) = slices.cache.values(DEVICE_PLANS)
     assert kept[1] == simulator.calls[0].plan, "held, so that its address is nobody else's"
     died = weakref.ref(kept[0])
     other = SliceTable(Mask.full(32).slices.array)
-    ffa.forward_final(q, k, v, other, options)
+    ffa.forward_final(Operands(q, k, v, other, options))
     assert simulator.calls[-1].plan != simulator.calls[0].plan
     del kept, slices
     gc.collect()
@@ -61,7 +62,7 @@ def test_plan_of_tensors_follows_every_edit(host_planning):
     mask = tensors(Mask.varlen([0, 10, 32], causal=True).slices)
 
     def run_and_check(m):
-        out, *_ = ffa.forward_final(q, k, v, m, options)
+        out, *_ = ffa.forward_final(Operands(q, k, v, m, options))
         close(out, truth(q, k, v, table_from_tensors(*m), options).out, 1e-2)
 
     run_and_check(mask)
@@ -77,7 +78,7 @@ def test_plan_of_tensors_follows_every_edit(host_planning):
     run_and_check(RangeTensors(mask.q_ranges, mask.k_ranges, None))
     swapped = RangeTensors(mask.q_ranges, mask.k_ranges.flip(0), mask.types)
     run_and_check(swapped)
-    entries = ffa._given.plans._entries
+    entries = ffa._gpus.given.plans._entries
     assert entries
     del mask, swapped
     gc.collect()
@@ -92,24 +93,24 @@ def test_what_is_not_remembered():
     q, k, v = inputs(32, 32)
     options = AttnOptions(0.25)
     mask = tensors(Mask.causal(32).slices)
-    ffa.forward_final(q, k, v, mask, options)
+    ffa.forward_final(Operands(q, k, v, mask, options))
     work = simulator.calls[-1].workspace
     ffa.runtime.capturing = True
     for made in (2, 3):
-        ffa.forward_final(q, k, v, mask, options)
+        ffa.forward_final(Operands(q, k, v, mask, options))
         assert simulator.plans_made == made and simulator.calls[-1].workspace != work
-    assert ffa.prepared(q, k, v, mask, options, None) is None
+    assert ffa.prepared(Operands(q, k, v, mask, options)) is None
     many = RangeTensors(*(torch.zeros(300_000, 2, dtype=torch.int32) for _ in range(2)), None)
     with pytest.raises(UnsupportedError, match="CUDA graph"):
-        ffa.forward_final(q, k, v, many, options)
+        ffa.forward_final(Operands(q, k, v, many, options))
     ffa.runtime.capturing = False
     with torch.inference_mode():
         inference = tensors(Mask.full(32).slices)
         for _ in range(2):
             before = simulator.plans_made
-            ffa.forward_final(q, k, v, inference, options)
+            ffa.forward_final(Operands(q, k, v, inference, options))
             assert simulator.plans_made == before + 1
-    assert len(ffa._given.plans._entries) == 1
+    assert len(ffa._gpus.given.plans._entries) == 1
 
 
 def test_many_slices_are_planned_on_the_host():
@@ -118,31 +119,31 @@ def test_many_slices_are_planned_on_the_host():
     starts = torch.arange(4096, dtype=torch.int64)
     mask = RangeTensors(torch.stack([starts, starts + 1], 1), torch.stack([starts % 64, starts % 64 + 1], 1), None)
     simulator.tile_rows = 1
-    out, *_ = ffa.forward_final(q, k, v, mask, AttnOptions(1.0))
+    out, *_ = ffa.forward_final(Operands(q, k, v, mask, AttnOptions(1.0)))
     assert simulator.plans_made == 0
     assert torch.equal(out[:, 0], v[starts % 64, 0])
     with pytest.raises(ContractError, match=r"Slice 0 has k range \[0, 65\)"):
         bad = RangeTensors(mask.q_ranges, mask.k_ranges.index_fill(0, torch.tensor([0]), 0).clone(), None)
         bad.k_ranges[0, 1] = 65
-        ffa.forward_final(q, k, v, bad, AttnOptions(1.0))
+        ffa.forward_final(Operands(q, k, v, bad, AttnOptions(1.0)))
 
 
 def test_only_what_ran_is_prepared():
     ffa, simulator = backend()
     q, k, v = inputs(32, 32)
     options, mask = AttnOptions(0.25), tensors(Mask.causal(32).slices)
-    assert ffa.prepared(q, k, v, mask, options, None) is None
-    ffa.forward_final(q, k, v, mask, options)
-    call = ffa.prepared(q, k, v, mask, options, None)
+    assert ffa.prepared(Operands(q, k, v, mask, options)) is None
+    ffa.forward_final(Operands(q, k, v, mask, options))
+    call = ffa.prepared(Operands(q, k, v, mask, options))
     assert (call.plan_address, call.workspace_address) == (simulator.calls[0].plan, simulator.calls[0].workspace)
     for change in (
         {"q": q[:31]}, {"k": k.half()}, {"v": v[:, :1]}, {"options": AttnOptions(0.25)}, {"sink": torch.zeros(1, 4)},
         {"mask": tensors(Mask.causal(32).slices)},
     ):  # fmt: skip
         kept = {"q": q, "k": k, "v": v, "mask": mask, "options": options, "sink": None, **change}
-        assert ffa.prepared(**kept) is None, change
+        assert ffa.prepared(Operands(**kept)) is None, change
     mask.types.fill_(0)
-    assert ffa.prepared(q, k, v, mask, options, None) is None
+    assert ffa.prepared(Operands(q, k, v, mask, options)) is None
 
 
 def test_bytes_of_a_table_are_those_of_its_plans_and_lists():
@@ -150,13 +151,13 @@ def test_bytes_of_a_table_are_those_of_its_plans_and_lists():
     simulator.list_bytes = 64
     q, k, v = inputs(32, 32)
     slices, options = SliceTable(Mask.varlen([0, 10, 32], causal=True).slices.array), AttnOptions(0.25)
-    out, lse, _ = ffa.forward_final(q, k, v, slices, options)
+    out, lse, _ = ffa.forward_final(Operands(q, k, v, slices, options))
 
     def run() -> None:
-        ffa.forward_final(q, k, v, slices, options)
+        ffa.forward_final(Operands(q, k, v, slices, options))
         for deterministic in (False, True):
             in_order = AttnOptions(0.25, deterministic=deterministic)
-            ffa.backward_final(torch.ones_like(out), q, k, v, out, lse, slices, in_order)
+            ffa.backward_final(BackwardOperands(torch.ones_like(out), q, k, v, out, lse, slices, in_order))
 
     run()
     plans = slices.cache.values(DEVICE_PLANS)
@@ -185,7 +186,7 @@ def test_threads_share_the_plan_that_came_in_first():
 
     def work() -> None:
         barrier.wait()
-        found.append(ffa._given.plans.plan(slices, shape, torch.device("cpu"), 0, False))
+        found.append(ffa._gpus.given.plans.plan(slices, shape, torch.device("cpu"), 0, False))
 
     threads = [threading.Thread(target=work) for _ in range(4)]
     for thread in threads:

@@ -15,6 +15,7 @@ from magi_attention.kernels.ffa.arrival import Pace
 from magi_attention.kernels.ffa.peer_kv import TILE, RemoteKeys, RemoteMask
 from magi_attention.kernels.ffa.plans import PlanShape
 from magi_attention.kernels.ffa.schedule.work_tiles import WorkTileShape
+from magi_attention.kernels.types import BackwardOperands, Operands
 from magi_attention.native import abi
 from magi_attention.native.ffa import FfaTile
 from magi_attention.native.tile_plan import TilePlan, transposed
@@ -88,10 +89,14 @@ def test_all_else_comes_before_the_push_and_the_kernel_that_starts_beside_it(mon
         monkeypatch.setattr(library, name, lambda *a: (events.append("kernel"), a[2] != PUSH)[1], raising=False)
     monkeypatch.setattr(library, "backward_tile", lambda *_: FfaTile(TILE, 2, 1))  # tiles of keys have one owner
     remote = remote_keys()
-    out, lse, _ = ffa.forward_fused(q, k, v, remote, AttnOptions(0.25, return_max_logits=True), sink)
+    out, lse, _ = ffa.forward_final(
+        Operands(q, k, v, remote.mask.slices, AttnOptions(0.25, return_max_logits=True), sink), remote=remote
+    )
     assert "zeros" in events and "full" in events and events[-1] == "kernel" and events.count("kernel") == 1
     events.clear()
-    ffa.backward_fused(dout, q, k, v, torch.zeros_like(q), lse.zero_(), remote, AttnOptions(0.25))
+    ffa.backward_fused(
+        BackwardOperands(dout, q, k, v, torch.zeros_like(q), lse.zero_(), remote.mask.slices, AttnOptions(0.25)), remote
+    )
     at = events.index("kernel")
     assert "to" in events[:at] and events.count("kernel") == 1
 
@@ -109,8 +114,10 @@ def test_a_put_of_its_own_comes_right_before_the_kernel(monkeypatch, determinist
     given = remote_keys()
     remote = RemoteKeys(given.mask, given.params, None, events.append)
     options = AttnOptions(0.25, deterministic=deterministic)
-    out, lse, _ = ffa.forward_fused(q, k, v, remote, options)
-    ffa.backward_fused(q, q, k, v, torch.zeros_like(q), lse.zero_(), remote, options)
+    out, lse, _ = ffa.forward_final(Operands(q, k, v, remote.mask.slices, options), remote=remote)
+    ffa.backward_fused(
+        BackwardOperands(q, q, k, v, torch.zeros_like(q), lse.zero_(), remote.mask.slices, options), remote
+    )
     assert events == [7, None, 7, None], "the put on stream 7, then the kernel, with none of its own"
 
 
@@ -131,8 +138,9 @@ def test_semaphore_order_where_keys_arrive(monkeypatch) -> None:
     monkeypatch.setattr(library, "backward_tile", lambda *_: FfaTile(TILE, 2, 1))
     for stream in (7, 8):
         ffa.runtime.current_stream = stream
-        args = (q, q, k, v, torch.zeros_like(q), torch.zeros(q.shape[:2]), remote_keys())
-        ffa.backward_fused(*args, AttnOptions(0.25, deterministic=True))
+        keys, saved = remote_keys(), (q, q, k, v, torch.zeros_like(q), torch.zeros(q.shape[:2]))
+        x = BackwardOperands(*saved, keys.mask.slices, AttnOptions(0.25, deterministic=True))
+        ffa.backward_fused(x, keys)
     assert [c.dq_mode for c in calls] == [1, 1]
     assert [x for x in ffa.runtime.said if x[0] != "record"] == [("kernel", 7), ("wait", 8), ("kernel", 8)]
 
@@ -175,8 +183,8 @@ def test_known_calls_are_told_apart(monkeypatch) -> None:
 
     def call(of: tuple, forward: RemoteKeys, backward: RemoteKeys) -> list[bytes]:
         x, dout, result, logs, option, sink = of
-        ffa.forward_fused(x, k, v, forward, option, sink)
-        ffa.backward_fused(dout, x, k, v, result, logs, backward, option, sink)
+        ffa.forward_final(Operands(x, k, v, forward.mask.slices, option, sink), remote=forward)
+        ffa.backward_fused(BackwardOperands(dout, x, k, v, result, logs, backward.mask.slices, option, sink), backward)
         kinds = (abi.FfaFwdParams, abi.FfaBwdParams)
         for p in (kind.from_buffer_copy(params) for kind, params in zip(kinds, seen)):
             assert (p.k, p.v, p.stream) == (k.data_ptr(), v.data_ptr(), 7), "what the put sends"
@@ -192,8 +200,8 @@ def test_known_calls_are_told_apart(monkeypatch) -> None:
     first, later = rng.permutation(len(variants)), rng.integers(0, len(variants), 3 * len(variants))
     for i, n in enumerate([*first, *later]):
         if i == len(first):
-            monkeypatch.setattr(ffa._given.forward, "_call", None)
-            monkeypatch.setattr(ffa._given.backward, "_call", None)
+            monkeypatch.setattr(ffa._forward, "_prepared", None)
+            monkeypatch.setattr(ffa._backward, "_prepared", None)
         assert call(variants[n], forward, backward) == alone[n], f"variant {n}, call {i}"
 
 
@@ -213,7 +221,8 @@ def test_sums_of_local_gradients(num_summed: int, dims: tuple[int, int], monkeyp
     monkeypatch.setattr(library, "backward_tile", lambda *_: FfaTile(TILE, 2, 1))
     q, k, v = inputs(32, 32, dims=dims)
     out, lse = torch.zeros(32, 4, dims[1], dtype=q.dtype), torch.zeros(32, 4)
-    got = ffa.backward_fused(out, q, k, v, out, lse, remote_keys(num_summed), AttnOptions(0.25))
+    keys = remote_keys(num_summed)
+    got = ffa.backward_fused(BackwardOperands(out, q, k, v, out, lse, keys.mask.slices, AttnOptions(0.25)), keys)
     ((p, remote),) = seen
     assert (p.dq, p.dk, p.dv) == tuple(x.data_ptr() for x in (got.dq, got.dk, got.dv))
     assert all(x.dtype == q.dtype and x.shape == y.shape for x, y in ((got.dq, q), (got.dk, k), (got.dv, v)))
@@ -230,8 +239,10 @@ def test_a_rank_without_tokens_gets_a_sentence(monkeypatch) -> None:
     planner_or_skip()
     ffa, seen = launches_of(monkeypatch)
     q, k, v = inputs(0, 32)
+    keys = remote_keys()
+    call = keys.mask.slices, AttnOptions(0.25)
     with pytest.raises(ContractError, match="has no tokens"):
-        ffa.forward_fused(q, k, v, remote_keys(), AttnOptions(0.25))
+        ffa.forward_final(Operands(q, k, v, *call), remote=keys)
     with pytest.raises(ContractError, match="has no tokens"):
-        ffa.backward_fused(q, q, k, v, q, torch.zeros(0, 4), remote_keys(), AttnOptions(0.25))
+        ffa.backward_fused(BackwardOperands(q, q, k, v, q, torch.zeros(0, 4), *call), keys)
     assert not seen

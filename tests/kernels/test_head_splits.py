@@ -12,6 +12,7 @@ from magi_attention.common.slices import SliceTable
 from magi_attention.kernels import AttnOptions
 from magi_attention.kernels.ffa.schedule import head_splits as head_splits_module
 from magi_attention.kernels.ffa.schedule.head_splits import head_splits
+from magi_attention.kernels.types import BackwardOperands
 from magi_attention.testing.libraries import planner_or_skip
 
 UNEVEN = [0, 2900, 3000, 3300, 3500, 3900, 4096]
@@ -72,8 +73,8 @@ def test_the_kernel_gets_it(is_deterministic):
     documents = [0, 512, 576, 640, 704, 768]
     slices = Mask.varlen(documents).slices
     case = Case(slices, 768, 768, AttnOptions(0.3, deterministic=is_deterministic), heads=(16, 2))
-    ffa.backward(*case.tensors, slices, case.options)
+    ffa.backward(BackwardOperands(*case.tensors, slices, case.options))
     ffa.runtime.num_sms = lambda index: 6
     again = Mask.varlen(documents).slices
-    ffa.backward(*case.tensors, again, case.options)
+    ffa.backward(BackwardOperands(*case.tensors, again, case.options))
     assert [c.num_head_splits for c in simulator.backward_calls] == [0, 2 if is_deterministic else 0]

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from magi_attention.common.mask import Mask
 from magi_attention.common.slices import (
     BICAUSAL,
     CAUSAL,
@@ -25,6 +26,7 @@ from magi_attention.errors import ContractError, UnsupportedError
 from magi_attention.kernels import AttnOptions, Backend, Grads, Partial, SdpaBackend, SdpaOnlineBackend
 from magi_attention.kernels.reference.block_iter import block_walk
 from magi_attention.kernels.reference.operands import row_delta
+from magi_attention.kernels.types import BackwardOperands, Operands, RangeTensors
 from magi_attention.testing.masks import random_slices
 
 SMALL_TILES = SdpaOnlineBackend(block_q=24, block_k=40)  # many tiles, none aligned with anything
@@ -42,8 +44,8 @@ def run(backend: Backend, case: Case, dtype: torch.dtype = torch.float64) -> dic
     q, k, v, dout = case.cast(dtype)
     options = options_of(case)
     sink = None if case.sink is None else case.sink.to(torch.float64 if dtype == torch.float64 else torch.float32)
-    part = backend.forward(q, k, v, case.slices, options, sink)
-    grads = backend.backward(dout, q, k, v, part.out.to(dtype), part.lse, case.slices, options, sink)
+    part = backend.forward(Operands(q, k, v, case.slices, options, sink))
+    grads = backend.backward(BackwardOperands(dout, q, k, v, part.out.to(dtype), part.lse, case.slices, options, sink))
     got = {"out": part.out, "lse": part.lse, "max_logits": part.max_logits}
     got |= {"dq": grads.dq, "dk": grads.dk, "dv": grads.dv}
     return got if sink is None else got | {"dsink": grads.dsink}
@@ -180,7 +182,7 @@ def test_stages_accumulate_to_one_call(backend, with_sink, order):
         sink = case.sink if n == 0 else None  # exactly one stage applies it
         stages.append((a, b, SliceTable(pieces), sink))
         before = part
-        part = backend.forward(case.q, case.k[a:b], case.v[a:b], stages[-1][2], options, sink, init=part)
+        part = backend.forward(Operands(case.q, case.k[a:b], case.v[a:b], stages[-1][2], options, sink), part)
         assert before is None or part is before
     want = truth(case).tensors()
     for name in ("out", "lse", "max_logits"):
@@ -191,16 +193,9 @@ def test_stages_accumulate_to_one_call(backend, with_sink, order):
         init = Grads(total.dq, total.dk[a:b], total.dv[a:b], total.dsink)
         given_delta = delta if n != 1 else None
         got = backend.backward(
-            case.dout,
-            case.q,
-            case.k[a:b],
-            case.v[a:b],
-            part.out,
-            part.lse,
-            table,
-            options,
-            sink,
-            given_delta,
+            BackwardOperands(
+                case.dout, case.q, case.k[a:b], case.v[a:b], part.out, part.lse, table, options, sink, given_delta
+            ),
             init,
         )
         assert got is init
@@ -215,7 +210,7 @@ def test_wrong_accumulation_buffers_are_refused(backend):
     q, k, v, _ = case.cast(torch.bfloat16)
     bad = Partial(torch.zeros(8, 4, 16, dtype=torch.bfloat16), torch.zeros(8, 4))
     with pytest.raises(ContractError, match="out is .* make it"):
-        backend.forward(q, k, v, case.slices, options_of(case), init=bad)
+        backend.forward(Operands(q, k, v, case.slices, options_of(case)), bad)
 
 
 @each_backend
@@ -261,13 +256,16 @@ def test_two_runs_are_bitwise_equal(backend):
 def test_errors_say_what_to_do(backend):
     case = make_case(1, 8, 8, np.array([[0, 8, 0, 9, FULL]]))
     with pytest.raises(ContractError, match="k row 9, but there are only 8"):
-        backend.forward(case.q, case.k, case.v, case.slices, options_of(case))
+        backend.forward(Operands(case.q, case.k, case.v, case.slices, options_of(case)))
     with pytest.raises(ContractError, match="do not fit"):
-        backend.forward(case.q[:, :3], case.k, case.v, SliceTable(empty_slices()), options_of(case))
+        backend.forward(Operands(case.q[:, :3], case.k, case.v, SliceTable(empty_slices()), options_of(case)))
     with pytest.raises(ContractError, match="sink has shape"):
         backend.forward(
-            case.q, case.k, case.v, SliceTable(empty_slices()), options_of(case), torch.zeros(2, 3).double()
+            Operands(case.q, case.k, case.v, SliceTable(empty_slices()), options_of(case), torch.zeros(2, 3).double())
         )
+    ranges = RangeTensors(*Mask.causal(8).slices.tensors())
+    with pytest.raises(UnsupportedError, match="reads no range tensors"):
+        backend.forward(Operands(case.q, case.k, case.v, ranges, options_of(case)))
     with pytest.raises(UnsupportedError, match="shd"):
         AttnOptions(1.0, sink_layout="shd")
     with pytest.raises(ContractError, match="positive sizes"):
@@ -298,8 +296,8 @@ def test_online_memory_and_work_follow_the_mask():
     options = AttnOptions(8**-0.5)
     backend = SdpaOnlineBackend()
     with LargestTensor() as largest:
-        part = backend.forward(q, k, v, table, options)
-        grads = backend.backward(q, q, k, v, part.out, part.lse, table, options)
+        part = backend.forward(Operands(q, k, v, table, options))
+        grads = backend.backward(BackwardOperands(q, q, k, v, part.out, part.lse, table, options))
     # 256 rows see 319 keys, which lie in at most two blocks of 512: no tile beyond these is visited.
     walk = block_walk(table, backend.block_q, backend.block_k)
     assert sum(len(block.tiles) for block in walk) <= 2 * n // backend.block_q

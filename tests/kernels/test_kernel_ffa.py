@@ -19,6 +19,7 @@ from magi_attention.errors import BuildError, ContractError, MagiError, Unsuppor
 from magi_attention.kernels import AttnOptions, Backend, Partial, Problem, Registry, SdpaBackend
 from magi_attention.kernels.ffa.backend import FfaBackend
 from magi_attention.kernels.ffa.operands import CudaRuntime
+from magi_attention.kernels.types import BackwardOperands, Operands
 from magi_attention.native import jit
 from magi_attention.testing.libraries import planner_or_skip
 
@@ -44,12 +45,12 @@ def test_forward_final_and_forward(slices, dtype):
     q, k, v = inputs(40, 40, dims=(16, 24), dtype=dtype)
     options = AttnOptions(0.3, softcap=2.0, return_max_logits=True)
     want = truth(q, k, v, slices, options)
-    out, lse, top = ffa.forward_final(q, k, v, slices, options)
+    out, lse, top = ffa.forward_final(Operands(q, k, v, slices, options))
     assert out.dtype == dtype and lse.dtype == top.dtype == torch.float32
     close(out, want.out, 1e-2)
     close(lse, want.lse, 1e-5)
     close(top, want.max_logits, 1e-5)
-    got = ffa.forward(q, k, v, slices, options)
+    got = ffa.forward(Operands(q, k, v, slices, options))
     assert got.out.dtype == torch.float32
     close(got.out, want.out, 1e-5)
 
@@ -61,7 +62,7 @@ def test_sinks(layout):
     sink = torch.randn((3, 4) if layout == "sh" else (20, 3, 4)).to(torch.bfloat16)
     slices, options = SliceTable([[0, 15, 0, 33, 1]]), AttnOptions(0.25, sink_layout=layout)
     want = truth(q, k, v, slices, options, sink)
-    out, lse, top = ffa.forward_final(q, k, v, slices, options, sink)
+    out, lse, top = ffa.forward_final(Operands(q, k, v, slices, options, sink))
     assert top is None
     close(out, want.out, 1e-2)
     close(lse, want.lse, 1e-5)
@@ -75,21 +76,21 @@ def test_stages_merge_into_buffers_of_any_layout():
     whole = SliceTable(np.concatenate([p.array for p in parts]))
     want = truth(q, k, v, whole, options)
     for scattered in (False, True):
-        partial = ffa.forward(q, k, v, parts[0], options)
+        partial = ffa.forward(Operands(q, k, v, parts[0], options))
         if scattered:
             partial = Partial(partial.out.mT.contiguous().mT, partial.lse.T.contiguous().T, partial.max_logits)
         for part in parts[1:]:
-            assert ffa.forward(q, k, v, part, options, init=partial) is partial
+            assert ffa.forward(Operands(q, k, v, part, options), partial) is partial
         close(partial.out, want.out, 1e-5)
         close(partial.lse, want.lse, 1e-5)
         close(partial.max_logits, want.max_logits, 1e-5)
     assert simulator.calls[-1].accumulate == 1
     plain = Partial(partial.out, partial.lse)
-    ffa.forward(q, k, v, parts[0], options, init=plain)
+    ffa.forward(Operands(q, k, v, parts[0], options), plain)
     assert plain.max_logits is not None
     for bad in (Partial(partial.out.bfloat16(), partial.lse), Partial(partial.out, partial.lse[:-1])):
         with pytest.raises(ContractError, match="accumulation buffer"):
-            ffa.forward(q, k, v, parts[0], options, init=bad)
+            ffa.forward(Operands(q, k, v, parts[0], options), bad)
 
 
 @settings(max_examples=30, deadline=None, print_blob=True)
@@ -110,7 +111,7 @@ def test_random_documents(edges, causal, heads, dims, as_tensors, packed):
         q, k, v = qkv.split([heads[0], heads[1], heads[1]], dim=1)
     options = AttnOptions(0.5)
     mask = tensors(slices) if as_tensors else slices
-    out, lse, _ = ffa.forward_final(q, k, v, mask, options)
+    out, lse, _ = ffa.forward_final(Operands(q, k, v, mask, options))
     want = truth(q, k, v, slices, options)
     close(out, want.out, 1e-2)
     close(lse, want.lse, 1e-5)
@@ -127,15 +128,15 @@ def test_layouts_that_need_a_copy_are_right_and_logged_once(caplog):
     expanded = v[:, :1].expand(-1, 2, -1)
     with caplog.at_level(logging.WARNING, logger="magi_attention.kernels"):
         for _ in range(2):
-            out, *_ = ffa.forward_final(odd_stride, misaligned, transposed, slices, options)
+            out, *_ = ffa.forward_final(Operands(odd_stride, misaligned, transposed, slices, options))
             close(out, want.out, 1e-2)
     assert len([r for r in caplog.records if "copies" in r.getMessage()]) == 1
-    out, *_ = ffa.forward_final(q, k, expanded, slices, options)
+    out, *_ = ffa.forward_final(Operands(q, k, expanded, slices, options))
     close(out, truth(q, k, expanded, slices, options).out, 1e-2)
     # Honoured, not copied: a view with good strides keeps its address.
     wide = torch.zeros(24, 4, 32, dtype=q.dtype)
     view = wide[..., 16:].copy_(q)
-    ffa.forward_final(view, k, v, slices, options)
+    ffa.forward_final(Operands(view, k, v, slices, options))
     assert simulator.calls[-1].q == view.data_ptr() and simulator.calls[-1].q_stride_head == 32
 
 
@@ -145,10 +146,10 @@ def test_no_rows(tq, tk):
     q, k, v = inputs(tq, tk)
     sink = torch.zeros(1, 4)
     options = AttnOptions(0.25, return_max_logits=True)
-    out, lse, top = ffa.forward_final(q, k, v, SliceTable([]), options, sink)
+    out, lse, top = ffa.forward_final(Operands(q, k, v, SliceTable([]), options, sink))
     assert out.shape == (tq, 4, 16) and not out.any() and (lse == 0).all() and torch.isneginf(top).all()
     partial = Partial(torch.ones(tq, 4, 16), torch.zeros(tq, 4))
-    assert ffa.forward(q, k, v, SliceTable([]), AttnOptions(0.25), init=partial) is partial
+    assert ffa.forward(Operands(q, k, v, SliceTable([]), AttnOptions(0.25)), partial) is partial
     assert (partial.out == 1).all() and (partial.lse == 0).all()
 
 
@@ -180,14 +181,14 @@ def test_errors_of_the_library_become_exceptions():
     q, k, v = inputs(8, 8)
     for simulator.status, kind in ((1, ContractError), (2, UnsupportedError), (3, MagiError), (4, MagiError)):
         with pytest.raises(kind, match="Attention forward: the simulator was told to fail"):
-            ffa.forward_final(q, k, v, Mask.causal(8).slices, AttnOptions(0.25))
+            ffa.forward_final(Operands(q, k, v, Mask.causal(8).slices, AttnOptions(0.25)))
     bad = [
         (q.float(), k, v), (q[:, :3], k, v), (q[..., :12], k[..., :12], v), (q[0], k, v), (q, k[:7], v),
         (q.half(), k, v),
     ]  # fmt: skip
     for q_bad, k_bad, v_bad in bad:
         with pytest.raises(ContractError):
-            ffa.forward_final(q_bad, k_bad, v_bad, Mask.causal(7).slices, AttnOptions(0.25))
+            ffa.forward_final(Operands(q_bad, k_bad, v_bad, Mask.causal(7).slices, AttnOptions(0.25)))
 
 
 def test_forced_jit_asks_for_the_shape_and_passes_errors_on(monkeypatch):
@@ -202,11 +203,11 @@ def test_forced_jit_asks_for_the_shape_and_passes_errors_on(monkeypatch):
 
     monkeypatch.setattr(jit, "load_variant", refuse)
     with pytest.raises(BuildError, match="no compiler"):
-        ffa.forward_final(q, k, v, Mask.causal(8).slices, AttnOptions(0.25))
+        ffa.forward_final(Operands(q, k, v, Mask.causal(8).slices, AttnOptions(0.25)))
     assert asked == [("fwd", "fp16", 24, 16)] and not simulator.calls
     out, lse = torch.zeros(8, 4, 16, dtype=torch.float16), torch.zeros(8, 4)
     with pytest.raises(BuildError, match="no compiler"):
-        ffa.backward(out, q, k, v, out, lse, Mask.causal(8).slices, AttnOptions(0.25))
+        ffa.backward(BackwardOperands(out, q, k, v, out, lse, Mask.causal(8).slices, AttnOptions(0.25)))
     assert asked[1:] == [("bwd", "fp16", 24, 16)] and not simulator.backward_calls
 
 
@@ -215,4 +216,4 @@ def test_without_cuda_in_torch_nothing_is_prepared(monkeypatch):
     monkeypatch.setattr(CudaRuntime, "exists", staticmethod(lambda: False))
     q, k, v = inputs(8, 8)
     assert not ffa.has_runtime and backend()[0].has_runtime
-    assert ffa.prepared(q, k, v, tensors(Mask.causal(8).slices), AttnOptions(0.25), None) is None
+    assert ffa.prepared(Operands(q, k, v, tensors(Mask.causal(8).slices), AttnOptions(0.25))) is None

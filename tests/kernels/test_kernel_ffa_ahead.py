@@ -12,7 +12,7 @@ from magi_attention.common.slices import SliceTable
 from magi_attention.kernels.ffa.ahead import kept_tables, take_tables
 from magi_attention.kernels.ffa.backend import FfaBackend
 from magi_attention.kernels.ffa.schedule import select_schedule
-from magi_attention.kernels.types import AttnOptions
+from magi_attention.kernels.types import AttnOptions, BackwardOperands, Operands
 from magi_attention.native.tile_plan import TilePlan
 from magi_attention.testing.masks import random_slices
 
@@ -29,7 +29,7 @@ def test_a_call_makes_nothing_that_was_made_ahead(seed, deterministic, monkeypat
     options = AttnOptions(0.25, deterministic=deterministic)
     ffa = FfaBackend(Simulator(), CpuRuntime())
     q, k, v = (torch.randn(n, h, 16, dtype=torch.bfloat16) for n, h in ((70, 4), (90, 2), (90, 2)))
-    want = ffa.forward_final(q, k, v, SliceTable(rows), options)
+    want = ffa.forward_final(Operands(q, k, v, SliceTable(rows), options))
 
     other_process, slices = SliceTable(rows), SliceTable(rows)
     kernels = ffa.tiles(-1, q.dtype, (4, 2), (16, 16), options)
@@ -37,8 +37,8 @@ def test_a_call_makes_nothing_that_was_made_ahead(seed, deterministic, monkeypat
     take_tables([(slices, *rest) for _, *rest in kept_tables(other_process)])
     for owner, name in ((TilePlan, "build"), (select_schedule, "_choose")):
         monkeypatch.setattr(owner, name, refuse)
-    out, lse, _ = ffa.forward_final(q, k, v, slices, options)
+    out, lse, _ = ffa.forward_final(Operands(q, k, v, slices, options))
     assert torch.equal(out, want[0]) and torch.equal(lse, want[1])
-    ffa.backward_final(torch.ones_like(out), q, k, v, out, lse, slices, options)
+    ffa.backward_final(BackwardOperands(torch.ones_like(out), q, k, v, out, lse, slices, options))
     with pytest.raises(AssertionError, match="made anew"):
-        ffa.forward_final(q, k, v, SliceTable(rows), options)
+        ffa.forward_final(Operands(q, k, v, SliceTable(rows), options))

@@ -23,6 +23,7 @@ from magi_attention.kernels.ffa import backward as ffa_backward
 from magi_attention.kernels.ffa.plans import DEVICE_PLANS, KEPT_ORDERS, RangeTensors
 from magi_attention.kernels.ffa.schedule import select_schedule as schedule_module
 from magi_attention.kernels.ffa.schedule.select_schedule import BwdSchedule
+from magi_attention.kernels.types import BackwardOperands, Operands
 from magi_attention.native import abi
 from magi_attention.testing import masks
 from magi_attention.testing.libraries import planner_or_skip
@@ -59,7 +60,7 @@ class Case:
     def want(self) -> Grads:
         double = (x.double() for x in self.tensors)
         sink = None if self.sink is None else self.sink.double()
-        return SdpaBackend().backward(*double, self.slices, self.options, sink)
+        return SdpaBackend().backward(BackwardOperands(*double, self.slices, self.options, sink))
 
 
 def compare(got: Grads, want: Grads, tol: float, scale: float = 1.0) -> None:
@@ -75,10 +76,10 @@ def compare(got: Grads, want: Grads, tol: float, scale: float = 1.0) -> None:
 def test_gradients_in_both_dtypes(slices, dtype):
     ffa, simulator = backend()
     case = Case(slices, options=AttnOptions(0.3, softcap=2.0), dims=(16, 24), dtype=dtype)
-    got = ffa.backward_final(*case.tensors, slices, case.options)
+    got = ffa.backward_final(BackwardOperands(*case.tensors, slices, case.options))
     assert got.dq.dtype == got.dk.dtype == got.dv.dtype == dtype and got.dsink is None
     compare(got, case.want(), 2e-2)
-    exact = ffa.backward(*case.tensors, slices, case.options)
+    exact = ffa.backward(BackwardOperands(*case.tensors, slices, case.options))
     assert exact.dq.dtype == torch.float32 and all(getattr(exact, n).is_contiguous() for n in NAMES[:3])
     compare(exact, case.want(), 1e-4)
     first, second = simulator.backward_calls
@@ -96,12 +97,12 @@ def test_sinks(layout, with_delta):
     options = AttnOptions(0.25, sink_layout=layout)
     case = Case(SliceTable([[0, 15, 0, 33, 1]]), 20, 33, options, sink.detach())
     delta = (case.out.float() * case.dout.float()).sum(-1) if with_delta else None
-    got = ffa.backward(*case.tensors, case.slices, options, sink, delta)
+    got = ffa.backward(BackwardOperands(*case.tensors, case.slices, options, sink, delta))
     assert got.dsink.shape == sink.shape and got.dsink.dtype == torch.float32 and not got.dsink.requires_grad
     compare(got, case.want(), 1e-4)
     into = Grads(*(torch.ones_like(getattr(got, n)) for n in NAMES[:3]))
     for times in (1, 2):
-        assert ffa.backward(*case.tensors, case.slices, options, sink, delta, into) is into
+        assert ffa.backward(BackwardOperands(*case.tensors, case.slices, options, sink, delta), into) is into
         close(into.dsink, times * case.want().dsink, 1e-4)
         close(into.dv, 1 + times * case.want().dv, 1e-4)
 
@@ -117,23 +118,22 @@ def test_stages_add_up_in_buffers_of_any_layout():
     for buffers in (zeros(), odd, shifted):
         into = Grads(*buffers)
         for part in parts:
-            assert ffa.backward(*case.tensors, part, case.options, delta=delta, init=into) is into
+            assert ffa.backward(BackwardOperands(*case.tensors, part, case.options, delta=delta), into) is into
         assert all(a is b for a, b in zip((into.dq, into.dk, into.dv), buffers))
         compare(into, case.want(), 1e-4)
         assert simulator.backward_calls[-1].accumulate == 1 and simulator.backward_calls[-1].out is None
     for bad in (Grads(into.dq.double(), into.dk, into.dv), Grads(into.dq, into.dk[1:], into.dv)):
         with pytest.raises(ContractError, match="accumulation buffer d"):
-            ffa.backward(*case.tensors, parts[0], case.options, init=bad)
+            ffa.backward(BackwardOperands(*case.tensors, parts[0], case.options), bad)
 
 
 def test_out_in_float32_and_other_dtypes():
     """``forward`` gives out in float32: delta comes from it as it is, and the kernel is given delta."""
     ffa, simulator = backend()
     case = Case(MASKS[0])
-    partial = ffa.forward(case.q, case.k, case.v, case.slices, case.options)
-    got = ffa.backward(
-        case.dout.float(), case.q, case.k, case.v, partial.out, partial.lse.double(), case.slices, case.options
-    )
+    partial = ffa.forward(Operands(case.q, case.k, case.v, case.slices, case.options))
+    x = BackwardOperands(*case.tensors, case.slices, case.options)
+    got = ffa.backward(x._replace(dout=case.dout.float(), out=partial.out, lse=partial.lse.double()))
     assert simulator.backward_calls[-1].out is None and simulator.backward_calls[-1].delta
     compare(got, case.want(), 2e-2)
 
@@ -151,8 +151,8 @@ def test_random_masks(seed, sizes, heads, dims, as_tensors):
     slices = SliceTable(masks.random_slices(np.random.default_rng(seed), *sizes, max_slices=12))
     case = Case(slices, *sizes, heads=heads, dims=dims)
     mask = tensors(slices) if as_tensors else slices
-    compare(ffa.backward_final(*case.tensors, mask, case.options), case.want(), 3e-2)
-    compare(ffa.backward(*case.tensors, slices, case.options), case.want(), 1e-4)
+    compare(ffa.backward_final(BackwardOperands(*case.tensors, mask, case.options)), case.want(), 3e-2)
+    compare(ffa.backward(BackwardOperands(*case.tensors, slices, case.options)), case.want(), 1e-4)
     assert simulator.transposed == simulator.plans_made == int(as_tensors and len(slices) > 0)
 
 
@@ -166,18 +166,17 @@ def test_layouts_that_need_a_copy_are_right_and_logged_once(caplog):
     by_head = lse.T.contiguous().T
     with caplog.at_level(logging.WARNING, logger="magi_attention.kernels"):
         for _ in range(2):
-            got = ffa.backward(
-                columns[0], odd_stride, misaligned, columns[1], columns[2], by_head, case.slices, case.options
-            )
+            strided = columns[0], odd_stride, misaligned, columns[1], columns[2], by_head
+            got = ffa.backward(BackwardOperands(*strided, case.slices, case.options))
             compare(got, case.want(), 1e-4)
     assert len([r for r in caplog.records if "dout" in r.getMessage() and "copies" in r.getMessage()]) == 1
     # What loss.sum().backward() gives: one number in all places.
     ones = torch.ones((), dtype=q.dtype).expand(out.shape)
-    dense = ffa.backward(ones.contiguous(), q, k, v, out, lse, case.slices, case.options)
-    compare(ffa.backward(ones, q, k, v, out, lse, case.slices, case.options), dense, 1e-6)
+    dense = ffa.backward(BackwardOperands(ones.contiguous(), q, k, v, out, lse, case.slices, case.options))
+    compare(ffa.backward(BackwardOperands(ones, q, k, v, out, lse, case.slices, case.options)), dense, 1e-6)
     # Honoured, not copied: a view with good strides keeps its address.
     view = torch.zeros(24, 4, 32, dtype=q.dtype)[..., 16:].copy_(dout)
-    compare(ffa.backward(view, q, k, v, out, lse, case.slices, case.options), case.want(), 1e-4)
+    compare(ffa.backward(BackwardOperands(view, q, k, v, out, lse, case.slices, case.options)), case.want(), 1e-4)
     assert simulator.backward_calls[-1].dout == view.data_ptr()
     assert simulator.backward_calls[-1].dout_stride_head == 32
 
@@ -188,14 +187,14 @@ def test_no_rows(tq, tk):
     q, k, v = inputs(tq, tk)
     out, lse, sink = torch.zeros(tq, 4, 16).bfloat16(), torch.zeros(tq, 4), torch.zeros(1, 4)
     for grads in (
-        ffa.backward(out, q, k, v, out, lse, SliceTable([]), AttnOptions(0.25), sink),
-        ffa.backward_final(out, q, k, v, out, lse, tensors(SliceTable([])), AttnOptions(0.25), sink),
-        ffa.backward(out, q, k, v, out, lse, SliceTable([]), AttnOptions(0.25), sink, lse),
+        ffa.backward(BackwardOperands(out, q, k, v, out, lse, SliceTable([]), AttnOptions(0.25), sink)),
+        ffa.backward_final(BackwardOperands(out, q, k, v, out, lse, tensors(SliceTable([])), AttnOptions(0.25), sink)),
+        ffa.backward(BackwardOperands(out, q, k, v, out, lse, SliceTable([]), AttnOptions(0.25), sink, lse)),
     ):
         for name, like in zip(NAMES, (q, k, v, sink)):
             assert getattr(grads, name).shape == like.shape and not getattr(grads, name).any()
     into = Grads(*(torch.ones(x.shape) for x in (q, k, v)))
-    assert ffa.backward(out, q, k, v, out, lse, SliceTable([]), AttnOptions(0.25), init=into) is into
+    assert ffa.backward(BackwardOperands(out, q, k, v, out, lse, SliceTable([]), AttnOptions(0.25)), into) is into
     assert all((getattr(into, n) == 1).all() for n in NAMES[:3]) and not simulator.backward_calls
 
 
@@ -204,7 +203,7 @@ def test_errors():
     case = Case(Mask.causal(8).slices, 8, 8)
     for simulator.status, kind in ((1, ContractError), (2, UnsupportedError), (3, MagiError), (4, MagiError)):
         with pytest.raises(kind, match="Attention backward: the simulator was told to fail"):
-            ffa.backward(*case.tensors, case.slices, case.options)
+            ffa.backward(BackwardOperands(*case.tensors, case.slices, case.options))
     simulator.status = 0
     dout, q, k, v, out, lse = case.tensors
     bad = [
@@ -213,9 +212,9 @@ def test_errors():
     ]  # fmt: skip
     for given_tensors in bad:
         with pytest.raises(ContractError):
-            ffa.backward(*given_tensors, case.slices, case.options)
+            ffa.backward(BackwardOperands(*given_tensors, case.slices, case.options))
     with pytest.raises(ContractError, match="sink has shape"):
-        ffa.backward(*case.tensors, case.slices, case.options, torch.zeros(1, 5))
+        ffa.backward(BackwardOperands(*case.tensors, case.slices, case.options, torch.zeros(1, 5)))
 
 
 def test_plans_are_kept_and_follow_every_edit():
@@ -223,29 +222,29 @@ def test_plans_are_kept_and_follow_every_edit():
     case = Case(Mask.causal(32).slices, 32, 32)
     table = SliceTable(case.slices.array)
     for _ in range(2):
-        ffa.backward(*case.tensors, table, case.options)
-        ffa.forward(case.q, case.k, case.v, table, case.options)
+        ffa.backward(BackwardOperands(*case.tensors, table, case.options))
+        ffa.forward(Operands(case.q, case.k, case.v, table, case.options))
     assert len({p.plan for p in simulator.backward_calls}) == len({p.plan for p in simulator.calls}) == 1
     assert len(table.cache.values(DEVICE_PLANS)) == 2 and simulator.transposed == 0
     mask = tensors(case.slices)
     for _ in range(3):
-        ffa.backward_final(*case.tensors, mask, case.options)
-        ffa.forward_final(case.q, case.k, case.v, mask, case.options)
+        ffa.backward_final(BackwardOperands(*case.tensors, mask, case.options))
+        ffa.forward_final(Operands(case.q, case.k, case.v, mask, case.options))
     assert (simulator.transposed, simulator.plans_made) == (1, 2)
     mask.types.fill_(0)
     full = Case(SliceTable([[0, 32, 0, 32, 0]]), 32, 32)
-    compare(ffa.backward_final(*full.tensors, mask, full.options), full.want(), 2e-2)
+    compare(ffa.backward_final(BackwardOperands(*full.tensors, mask, full.options)), full.want(), 2e-2)
     assert simulator.transposed == 2
     untyped = RangeTensors(mask.q_ranges, mask.k_ranges, None)
-    compare(ffa.backward_final(*full.tensors, untyped, full.options), full.want(), 2e-2)
+    compare(ffa.backward_final(BackwardOperands(*full.tensors, untyped, full.options)), full.want(), 2e-2)
     ffa.runtime.capturing = True
     for made in (4, 5):
-        compare(ffa.backward_final(*full.tensors, mask, full.options), full.want(), 2e-2)
+        compare(ffa.backward_final(BackwardOperands(*full.tensors, mask, full.options)), full.want(), 2e-2)
         assert simulator.transposed == made
     many = RangeTensors(*(torch.zeros(300_000, 2, dtype=torch.int32) for _ in range(2)), None)
     with pytest.raises(UnsupportedError, match="CUDA graph"):
-        ffa.backward_final(*full.tensors, many, full.options)
-    entries = ffa._given.plans._entries
+        ffa.backward_final(BackwardOperands(*full.tensors, many, full.options))
+    entries = ffa._gpus.given.plans._entries
     assert entries
     died = weakref.ref(mask.q_ranges)
     del mask, untyped
@@ -260,7 +259,7 @@ def test_orders_are_kept_with_the_plan():
     table, ranges = SliceTable(case.slices.array), tensors(case.slices)
 
     def listed(mask, given=case, **options) -> int | None:
-        ffa.backward_final(*given.tensors, mask, AttnOptions(given.options.softmax_scale, **options))
+        ffa.backward_final(BackwardOperands(*given.tensors, mask, AttnOptions(given.options.softmax_scale, **options)))
         return simulator.backward_calls[-1].order
 
     is_made = lambda: bool(simulator.backward_calls[-1].order_is_made)  # noqa: E731
@@ -285,7 +284,7 @@ def test_orders_are_kept_with_the_plan():
     assert len(died) == 5 and not any(ref() for ref in died)
     other, other_simulator = backend()
     other_simulator.order_bytes = 0
-    other.backward_final(*case.tensors, ranges, case.options)
+    other.backward_final(BackwardOperands(*case.tensors, ranges, case.options))
     assert other_simulator.backward_calls[-1].order is None
 
 
@@ -296,23 +295,23 @@ def test_many_slices_and_wrong_ones_are_planned_on_the_host():
                 heads=(1, 1), dims=(8, 8))  # fmt: skip
     ffa, simulator = backend()
     simulator.tile_rows = 1
-    compare(ffa.backward_final(*case.tensors, mask, case.options), case.want(), 2e-2)
+    compare(ffa.backward_final(BackwardOperands(*case.tensors, mask, case.options)), case.want(), 2e-2)
     assert simulator.transposed == 0
     checked, simulator = backend(host_planning=True)
     wrong = RangeTensors(mask.q_ranges[:1], torch.tensor([[0, 2049]]), None)
     with pytest.raises(ContractError, match=r"Slice 0 has k range \[0, 2049\)"):
-        checked.backward_final(*case.tensors, wrong, case.options)
+        checked.backward_final(BackwardOperands(*case.tensors, wrong, case.options))
 
 
 def test_prepared_calls_are_used_again():
     ffa, _ = backend()
     case = Case(Mask.causal(16).slices, 16, 16)
-    made = ffa._given.backward._prepared
+    made = ffa._backward._prepared
     for _ in range(3):
-        ffa.backward(*case.tensors, case.slices, case.options)
+        ffa.backward(BackwardOperands(*case.tensors, case.slices, case.options))
     assert len(made) == 1
-    ffa.backward(*case.tensors, case.slices, AttnOptions(0.5))
-    ffa.backward_final(*case.tensors, case.slices, case.options)
+    ffa.backward(BackwardOperands(*case.tensors, case.slices, AttnOptions(0.5)))
+    ffa.backward_final(BackwardOperands(*case.tensors, case.slices, case.options))
     assert len(made) == 3
 
 
@@ -334,7 +333,8 @@ def test_autograd_of_the_public_function(public, layout, softcap):
     assert simulator.backward_calls[0].grad_dtype == abi.BF16
     options = AttnOptions(0.3, softcap=softcap, sink_layout=layout or "sh")
     tensors64 = (x.detach().double() for x in (dout, q, k, v, out, meta.lse))
-    want = SdpaBackend().backward(*tensors64, slices, options, None if sink is None else sink.detach().double())
+    sink64 = None if sink is None else sink.detach().double()
+    want = SdpaBackend().backward(BackwardOperands(*tensors64, slices, options, sink64))
     for leaf, grad, name in zip(leaves, got, NAMES):
         assert grad.dtype == leaf.dtype and grad.shape == leaf.shape
         close(grad, getattr(want, name), 2e-2)
@@ -361,11 +361,11 @@ def test_deterministic_kernels_follow_one_another_over_streams():
     ordered = AttnOptions(0.3, deterministic=True)
     for stream, options in ((7, ordered), (7, ordered), (8, PLAIN), (8, ordered), (8, ordered), (7, ordered)):
         ffa.runtime.current_stream = stream
-        ffa.backward(*case.tensors, case.slices, options)
+        ffa.backward(BackwardOperands(*case.tensors, case.slices, options))
     a, b = ("record", 7), ("record", 8)
     assert ffa.runtime.said == [a, a, ("wait", 8), b, b, ("wait", 7), a]
     ffa.runtime.capturing, ffa.runtime.current_stream = True, 9
-    ffa.backward(*case.tensors, case.slices, ordered)
+    ffa.backward(BackwardOperands(*case.tensors, case.slices, ordered))
     assert len(ffa.runtime.said) == 7  # a capture has nothing to do with what ran before
 
 
@@ -376,7 +376,7 @@ def test_kernels_in_which_the_first_writer_stores_wait_for_no_other(monkeypatch)
     case = Case(MASKS[0])
     for stream, is_capturing in ((7, False), (8, False), (8, True)):
         ffa.runtime.current_stream, ffa.runtime.capturing = stream, is_capturing
-        ffa.backward(*case.tensors, case.slices, PLAIN)
+        ffa.backward(BackwardOperands(*case.tensors, case.slices, PLAIN))
     assert not ffa.runtime.said and [c.dq_mode for c in simulator.backward_calls] == 3 * [abi.DQ_FIRST_WRITER]
 
 
@@ -400,5 +400,5 @@ def test_long_masks_take_m_blocks_of_80(mask, dims, softcap, block, monkeypatch)
     case = Case(mask.slices, 32, 32, AttnOptions(0.3, softcap=softcap), dims=dims)
     ranges = RangeTensors(*case.slices.tensors())  # these take the schedule of the last mask that the host knew
     for known in (ranges, case.slices, ranges):
-        ffa.backward(*case.tensors, known, case.options)
+        ffa.backward(BackwardOperands(*case.tensors, known, case.options))
     assert [c.block_m for c in simulator.backward_calls] == [64, block, block]

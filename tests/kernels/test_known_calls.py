@@ -244,9 +244,9 @@ def test_entries_go_with_their_tensors(public):
     for scale in (0.25, 0.5):
         flex_flash_attn_func(q, k, v, *mask, softmax_scale=scale)
     tile = ffa.library.tile(abi.BF16, 4, 2, 16, 16)
-    died = weakref.ref(ffa._given.plans.find(mask, PlanShape(32, 32, tile, head_units=4 // tile.pack), 7))
+    died = weakref.ref(ffa._gpus.given.plans.find(mask, PlanShape(32, 32, tile, head_units=4 // tile.pack), 7))
     assert len(KNOWN) == 2
-    ffa._given.plans._entries.clear()
+    ffa._gpus.given.plans._entries.clear()
     assert died() is not None, "the plan is held by the calls that use it"
     q_ranges = mask.q_ranges
     del mask

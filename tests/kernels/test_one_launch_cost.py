@@ -54,7 +54,8 @@ def layer_in_one_launch(monkeypatch):
         monkeypatch.setattr(library, name, lambda *_: 0, raising=False)
     monkeypatch.setattr(library, "backward_tile", lambda *_: FfaTile(TILE, 2, 1))
     launches, one = stand_in(), object.__new__(FusedAttention)
-    one.part, one.cache, one._wire, one._transport = None, PlanCache(), None, None
+    one.part = SimpleNamespace(slices=launches.forward.mask.slices)
+    one.cache, one._wire, one._transport = PlanCache(), None, None
     plan = build_plan(SliceTable(np.array([[0, ROWS, 0, ROWS, 1]])), ROWS, 1)
     runtime = AttnRuntime(plan, SingleTransport(0), default_registry(), AttnPolicy())
     use = Use("call", lambda stage: {}, judge, FORWARD)

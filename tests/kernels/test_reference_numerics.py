@@ -15,6 +15,7 @@ from magi_attention.api import Mask, attend, index_attn_func, make_plan
 from magi_attention.common.slices import FULL, SliceTable, to_dense
 from magi_attention.kernels import AttnOptions, Backend, SdpaBackend, SdpaOnlineBackend
 from magi_attention.kernels.reference.numerics import masked_product
+from magi_attention.kernels.types import BackwardOperands, Operands
 from magi_attention.testing.masks import random_slices
 
 BACKENDS = {"sdpa": SdpaBackend(), "sdpa_ol": SdpaOnlineBackend(), "small": SdpaOnlineBackend(block_q=24, block_k=40)}
@@ -25,8 +26,8 @@ NAMES = ("out", "lse", "dq", "dk", "dv")
 def run(backend: Backend, case: Case, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     q, k, v, dout = case.cast(dtype)
     options = AttnOptions(case.scale, case.softcap, return_max_logits=True)
-    part = backend.forward(q, k, v, case.slices, options)
-    grads = backend.backward(dout, q, k, v, part.out.to(dtype), part.lse, case.slices, options)
+    part = backend.forward(Operands(q, k, v, case.slices, options))
+    grads = backend.backward(BackwardOperands(dout, q, k, v, part.out.to(dtype), part.lse, case.slices, options))
     return dict(zip(NAMES, (part.out, part.lse, grads.dq, grads.dk, grads.dv), strict=True))
 
 
@@ -241,7 +242,7 @@ def test_rows_over_two_calls_keep_the_lse_that_is_given() -> None:
         total = torch.zeros_like(v)
         for keys in (slice(0, 16), slice(16, 32)):
             rows = dout, q, k[keys], v[keys], lse_of.out.float(), lse_of.lse.float()
-            total[keys] = backend.backward(*rows, SliceTable(half), options).dv
+            total[keys] = backend.backward(BackwardOperands(*rows, SliceTable(half), options)).dv
         weight = (total.double() - lse_of.dv).abs().max() / lse_of.dv.abs().max()
         assert weight < 0.02  # lse of 1.3e5 is right to 0.008
 

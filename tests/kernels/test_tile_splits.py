@@ -17,6 +17,7 @@ from magi_attention.kernels.ffa.schedule import tile_splits
 from magi_attention.kernels.ffa.schedule.select_schedule import BwdSchedule, select_schedule
 from magi_attention.kernels.ffa.schedule.simulate import fewest_whole, tile_steps
 from magi_attention.kernels.ffa.schedule.tile_splits import NONE, SimulatedTiles, Split, can_split, select_tile_split
+from magi_attention.kernels.types import BackwardOperands
 from magi_attention.testing.libraries import planner_or_skip
 
 UNEVEN = [0, 2900, 3000, 3300, 3500, 3900, 4096]
@@ -130,7 +131,7 @@ def test_the_kernel_gets_it(is_deterministic):
     slices = Mask.varlen([0, 512, 576, 640, 704, 768]).slices
     options = AttnOptions(0.3, deterministic=is_deterministic)
     case = Case(slices, 768, 768, options, heads=(16, 2), dims=(128, 128))
-    ffa.backward(*case.tensors, slices, case.options)
+    ffa.backward(BackwardOperands(*case.tensors, slices, case.options))
     (call,) = simulator.backward_calls
     split = call.split_begin, call.split_end, call.splits_per_split_tile
     assert split == (schedule(Mask(slices, 768, 768), 768, (16, 2), num_sms=6).split if is_deterministic else NONE)

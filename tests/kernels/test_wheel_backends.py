@@ -28,7 +28,7 @@ from magi_attention.kernels.fa4.blocks import BlockSize
 from magi_attention.kernels.ffa.backend import FfaBackend
 from magi_attention.kernels.reference.sdpa import SdpaBackend
 from magi_attention.kernels.registry import Registry
-from magi_attention.kernels.types import AttnOptions, Backend, Problem
+from magi_attention.kernels.types import AttnOptions, Backend, BackwardOperands, Operands, Problem
 from magi_attention.meta.planner import build_plan
 from magi_attention.testing.masks import random_slices
 
@@ -91,15 +91,17 @@ def test_both_directions_are_those_of_the_dense_backend(case, seed):
     options = AttnOptions(0.3, return_max_logits=case.max_logits)
     sink = torch.randn(2, HEADS[0]) if seed % 2 else None
     ours, dense = case.backend, SdpaBackend()
-    want, got = (b.forward(q, k, v, slices, options, sink) for b in (dense, ours))
+    want, got = (b.forward(Operands(q, k, v, slices, options, sink)) for b in (dense, ours))
     assert near(got.out, want.out) and near(got.lse, want.lse)
     assert near(got.max_logits, want.max_logits) if case.max_logits else got.max_logits is None
-    right, grads = (b.backward(dout, q, k, v, want.out, want.lse, slices, options, sink) for b in (dense, ours))
+    right, grads = (
+        b.backward(BackwardOperands(dout, q, k, v, want.out, want.lse, slices, options, sink)) for b in (dense, ours)
+    )
     for name in ("dq", "dk", "dv", *(["dsink"] if seed % 2 else [])):
         assert near(getattr(grads, name), getattr(right, name)), name
-    out, lse, top = ours.forward_final(q, k, v, slices, options, sink)
+    out, lse, top = ours.forward_final(Operands(q, k, v, slices, options, sink))
     assert torch.equal(out, got.out) and torch.equal(lse, got.lse) and (top is None) == (got.max_logits is None)
-    final = ours.backward_final(dout, q, k, v, want.out, want.lse, slices, options, sink)
+    final = ours.backward_final(BackwardOperands(dout, q, k, v, want.out, want.lse, slices, options, sink))
     assert all(torch.equal(getattr(final, name), getattr(grads, name)) for name in ("dq", "dk", "dv"))
 
 
@@ -133,13 +135,16 @@ def test_stages_are_merged(case, seed):
     live = trim(random_slices(rng, 40, 50, max_slices=6))
     parts = [SliceTable(cut_k(live, start, end)[0]) for start, end in ((0, 20), (20, 50))]
     options, ours, dense = AttnOptions(0.3), case.backend, SdpaBackend()
-    want, got = dense.forward(q, k, v, SliceTable(live), options, sink), None
+    want, got = dense.forward(Operands(q, k, v, SliceTable(live), options, sink)), None
     for part, once in zip(parts, (None, sink)):
-        got = ours.forward(q, k, v, part, options, once, got)
+        got = ours.forward(Operands(q, k, v, part, options, once), got)
     assert near(got.out, want.out) and near(got.lse, want.lse)
-    right, grads = dense.backward(dout, q, k, v, want.out, want.lse, SliceTable(live), options, sink), None
+    right, grads = (
+        dense.backward(BackwardOperands(dout, q, k, v, want.out, want.lse, SliceTable(live), options, sink)),
+        None,
+    )
     for part, once in zip(parts, (None, sink)):
-        grads = ours.backward(dout, q, k, v, want.out, want.lse, part, options, once, init=grads)
+        grads = ours.backward(BackwardOperands(dout, q, k, v, want.out, want.lse, part, options, once), grads)
     assert all(near(getattr(grads, name), getattr(right, name)) for name in ("dq", "dk", "dv", "dsink"))
 
 
@@ -147,11 +152,11 @@ def test_a_mask_is_planned_once_and_a_plan_of_the_backward_serves_both(wheel):
     q, k, v, dout = inputs(0, 20, 30)
     slices, options, ours = SliceTable([[0, 20, 0, 30, 1]]), AttnOptions(0.3), CudnnFlexBackend()
     for _ in range(3):
-        got = ours.forward(q, k, v, slices, options)
+        got = ours.forward(Operands(q, k, v, slices, options))
     assert wheel.plans == [False]
     for _ in range(3):
-        ours.backward(dout, q, k, v, got.out, got.lse, slices, options)
-        ours.forward(q, k, v, slices, options)
+        ours.backward(BackwardOperands(dout, q, k, v, got.out, got.lse, slices, options))
+        ours.forward(Operands(q, k, v, slices, options))
     assert wheel.plans == [False, True]
 
 
@@ -159,12 +164,12 @@ def test_what_unseen_rows_hold_does_not_matter(case):
     q, k, v, dout = inputs(1, 20, 30)
     slices, options, ours = SliceTable([[2, 18, 5, 25, 0]]), AttnOptions(0.3), case.backend
     sink = torch.zeros(1, HEADS[0])
-    want = ours.forward(q, k, v, slices, options, sink)
+    want = ours.forward(Operands(q, k, v, slices, options, sink))
     for x, rows in ((q, [0, 19]), (dout, [0, 19]), (k, [0, 29]), (v, [0, 29])):
         x[rows] = float("nan")
-    got = ours.forward(q, k, v, slices, options, sink)
+    got = ours.forward(Operands(q, k, v, slices, options, sink))
     assert torch.equal(got.out, want.out) and torch.equal(got.lse, want.lse)
-    grads = ours.backward(dout, q, k, v, got.out, got.lse, slices, options, sink)
+    grads = ours.backward(BackwardOperands(dout, q, k, v, got.out, got.lse, slices, options, sink))
     assert not any(x.isnan().any() for x in (grads.dq, grads.dk, grads.dv, grads.dsink))
 
 

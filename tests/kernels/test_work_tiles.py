@@ -24,6 +24,7 @@ from magi_attention.kernels.ffa.schedule import work_tiles as work_tiles_module
 from magi_attention.kernels.ffa.schedule.simulate import WIDE, blocks_of_tiles, starts_of
 from magi_attention.kernels.ffa.schedule.work_list import ListShape, work_list
 from magi_attention.kernels.ffa.schedule.work_tiles import WorkTileShape, heads_per_l2_group, with_work_tiles
+from magi_attention.kernels.types import BackwardOperands
 from magi_attention.native.abi import TRAVERSAL_WRAP
 from magi_attention.native.tile_plan import TilePlan, transposed
 from magi_attention.testing.libraries import planner_or_skip
@@ -272,7 +273,7 @@ def test_the_kernel_gets_a_list(options, monkeypatch):
     slices = [Mask.causal(32).slices, Mask.varlen(list(range(0, 33, 2))).slices]
     for known in slices:
         case = Case(known, 32, 32, options, dims=(128, 128))
-        ffa.backward(*case.tensors, known, options)
+        ffa.backward(BackwardOperands(*case.tensors, known, options))
     assert [c.block_m for c in simulator.backward_calls] == [80, 64]
     wide, narrow = (plan_at(c.plan) for c in simulator.backward_calls)
     at = wide.header.words_work_tiles
@@ -316,9 +317,9 @@ def test_a_call_that_takes_a_work_list_gets_one_where_the_host_knows_the_mask(ma
     ffa, simulator = backend()
     simulator.takes_list = True
     case = Case(Mask.causal(32).slices, 32, 32, AttnOptions(0.3, sm_margin=margin), heads=(8, 2), dims=(128, 128))
-    ffa.backward(*case.tensors, case.slices, case.options)
+    ffa.backward(BackwardOperands(*case.tensors, case.slices, case.options))
     ranges = RangeTensors(*(torch.tensor(case.slices.array[:, a : a + 2]) for a in (0, 2)), None)
-    ffa.backward(*case.tensors, ranges, case.options)
+    ffa.backward(BackwardOperands(*case.tensors, ranges, case.options))
     known, unknown = simulator.backward_calls
     plan = plan_at(known.plan)
     assert known.block_m == 80 and plan.header.words_work_tiles == 0 and unknown.work_list is None

@@ -33,7 +33,7 @@ def run(*codes, grace_s=DEADLINE_S):
     """Outcome, log and what was shown of one node per piece of Python."""
     steps = tuple(Step(f"node {n}", (sys.executable, "-c", code)) for n, code in enumerate(codes))
     log, shown = io.BytesIO(), []
-    outcome = Supervisor(LaunchPlan("test", steps, is_concurrent=True), log, shown.append, grace_s).run()
+    outcome = Supervisor(LaunchPlan("test", steps), log, shown.append, grace_s).run()
     return outcome, log.getvalue().decode(), b"".join(shown).decode()
 
 
@@ -154,7 +154,7 @@ def test_variables_by_standard_input():
     shell = f'eval "$(head -c {len(step.stdin)})" && echo "${{A}} ${{#B}} ${{#C}}" && exec cat'
     steps = [Step("node 0", ("sh", "-c", shell), exports=step.exports), Step("node 1", ("true",), exports=step.exports)]
     log = io.BytesIO()
-    supervisor = Supervisor(LaunchPlan("test", tuple(steps), is_concurrent=True), log, lambda line: None, DEADLINE_S)
+    supervisor = Supervisor(LaunchPlan("test", tuple(steps)), log, lambda line: None, DEADLINE_S)
     supervisor._stop_at = 0.0  # the end of standard input is what ends cat
     assert supervisor.run().exit_code == 0
     assert log.getvalue().decode() == "[node 0]: it's 100000 100000\n"

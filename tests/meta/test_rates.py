@@ -20,7 +20,7 @@ from magi_attention.config.rates import (
     read_rates,
 )
 from magi_attention.errors import ContractError
-from magi_attention.meta import build_plan
+from magi_attention.meta import PlanOptions, build_plan
 from magi_attention.meta.budget import layer_times
 from magi_attention.meta.cost import stage_areas
 
@@ -36,7 +36,9 @@ def slower(factor: float) -> MachineRates:
 
 
 def plan_of(mask: Mask, ranks: int, config=None, rates=None, **options):
-    return build_plan(mask.slices, mask.total_q, ranks, config=config, rates=rates, **HEADS, **options)
+    return build_plan(
+        mask.slices, mask.total_q, ranks, PlanOptions(**HEADS, rates=rates, **options), config=config
+    )
 
 
 def random_documents(seed: int, total: int, causal: bool = True) -> Mask:

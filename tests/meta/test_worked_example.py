@@ -20,6 +20,7 @@ from magi_attention.config import (
 from magi_attention.config.rates import MachineRates
 from magi_attention.errors import ContractError, DispatchError
 from magi_attention.meta import (
+    PlanOptions,
     build_plan,
     make_attn_meta_from_dispatch_meta,
     make_bucket_per_rank_from_qk_ranges,
@@ -113,7 +114,7 @@ def test_bad_plans_say_what_to_do() -> None:
     with pytest.raises(AssertionError, match="beyond"):
         build_plan(slices, 8, 2)
     with pytest.raises(ContractError, match="multiple"):
-        build_plan(slices, 16, 2, num_heads_q=3, num_heads_kv=2)
+        build_plan(slices, 16, 2, PlanOptions(3, 2))
     with pytest.raises(ContractError, match="at least one"):
         build_plan(SliceTable(np.zeros((0, 5))), 0, 1)
     with pytest.raises(AssertionError, match="MinHeapDispatchAlg"):
@@ -134,9 +135,8 @@ def test_a_mask_that_sees_nothing_still_plans() -> None:
 
 
 def test_explanation_and_timeline_add_up() -> None:
-    plan = build_plan(
-        CAUSAL_16.slices, 16, 2, config=CHUNKS_OF_2, min_chunks_per_rank=4, num_heads_q=4, num_heads_kv=2, head_dim=8
-    )
+    options = PlanOptions(num_heads_q=4, num_heads_kv=2, head_dim=8)
+    plan = build_plan(CAUSAL_16.slices, 16, 2, options, config=CHUNKS_OF_2, min_chunks_per_rank=4)
     numbers = explain(plan)
     assert numbers["area"] == 136 and numbers["imbalance"] == 1.0
     assert numbers["imbalance_contiguous"] == 100 / 68

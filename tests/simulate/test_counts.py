@@ -12,7 +12,7 @@ from magi_attention.common.two_level.nodes import Nodes
 from magi_attention.common.two_level.traffic import direct_rows, two_level_rows
 from magi_attention.config import DispatchConfig, DistAttnConfig, OverlapConfig
 from magi_attention.errors import UnsupportedError
-from magi_attention.meta.planner import build_plan
+from magi_attention.meta.planner import PlanOptions, build_plan
 from magi_attention.testing.libraries import planner_or_skip
 from magi_attention.testing.masks import random_slices
 from magi_attention.tools.simulate.spread import spread
@@ -114,7 +114,7 @@ def test_the_slowest_sender(seed):
 def test_queries_that_move_are_refused():
     planner_or_skip()  # which finds the queries
     mask = Mask.full(TOTAL)
-    plan = build_plan(mask.slices, TOTAL, 4, query_moves="always", num_heads_q=8, num_heads_kv=8, head_dim=4)
+    plan = build_plan(mask.slices, TOTAL, 4, PlanOptions(8, 8, 4, query_moves="always"))
     with pytest.raises(UnsupportedError, match="query_moves='never'"):
         work_of(plan, 2, "two")
 

@@ -5,15 +5,18 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from magi_attention.common.plan_cache import Kind, PlanCache
-from magi_attention.kernels import AttnOptions, Grads
+from magi_attention.kernels import Grads
 from magi_attention.kernels.ffa.arrival import Pace
 from magi_attention.kernels.ffa.backend import FfaBackend
+from magi_attention.kernels.types import BackwardOperands, Final, Operands
 from magi_attention.meta.fused_layout import RankLayout
+
+_Operands = TypeVar("_Operands", Operands, BackwardOperands)
 
 # Rough figures: when a put begins, and the speed of one multiprocessor, forward and backward.
 _START_SECONDS, _FLOPS, _FLOPS_BACKWARD = 1e-5, 5e12, 4.3e12
@@ -48,31 +51,25 @@ class OneLaunch(ABC):
         self.cache.include(part.slices.cache)
 
     @abstractmethod
-    def forward(
-        self, backend: FfaBackend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: AttnOptions,
-        sink: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
-        """``(out in q's dtype, lse, max_logits)``."""
+    def forward(self, backend: FfaBackend, x: Operands) -> Final:
+        """``(out in q's dtype, lse, max_logits)``. Here and below the mask of ``x`` is ``part.slices``."""
 
     @abstractmethod
-    def backward(
-        self, backend: FfaBackend, dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-        out: torch.Tensor, lse: torch.Tensor, options: AttnOptions, sink: torch.Tensor | None,
-        delta: torch.Tensor | None = None,
-    ) -> Grads:  # fmt: skip
-        """dq, dk, dv in the inputs' dtype. With ``delta`` nobody reads out."""
+    def backward(self, backend: FfaBackend, x: BackwardOperands) -> Grads:
+        """dq, dk, dv in the inputs' dtype."""
 
     @abstractmethod
     def _made(self, shapes: Shapes, wire: torch.dtype, before: Any) -> Any:
         """Launches with ``cache`` and ``is_current()``; ``before``: those that are void now, or None."""
 
-    def _of(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[Any, torch.Tensor, torch.Tensor]:
-        """The launches, and k and v as bulk copies take them: those of a layout that is known as they are."""
+    def _of(self, x: _Operands) -> tuple[Any, _Operands]:
+        """The launches, and ``x`` with k and v as bulk copies take them: as they are, if their layout is known."""
+        q, k, v = x.q, x.k, x.v
         key = _layout(q, k, v)
         found = self.cache.find(LAUNCHES, key)
         if found is None or (k.data_ptr() | v.data_ptr()) & 15:
             k, v = _rows(k), _rows(v)
-            key = _layout(q, k, v)
+            x, key = x._replace(k=k, v=v), _layout(q, k, v)
             found = self.cache.find(LAUNCHES, key)
         if found is None or not found.is_current():
             strides = (k.stride(0), v.stride(0))
@@ -81,7 +78,7 @@ class OneLaunch(ABC):
             self.cache.include(made.cache)
             self.cache.pop(LAUNCHES, key)
             found = self.cache.get(LAUNCHES, key, lambda: made)
-        return found, k, v
+        return found, x
 
 
 class PreparedFused(NamedTuple):

@@ -19,9 +19,10 @@ from magi_attention.comm.exchange.node_exchange import BLOCK_ROWS
 from magi_attention.common.plan_cache import PlanCache
 from magi_attention.common.two_level.transfers import TransferPlan
 from magi_attention.functional.one_launch.base import OneLaunch, Shapes, arrival_pace
-from magi_attention.kernels import AttnOptions, Grads
+from magi_attention.kernels import Grads
 from magi_attention.kernels.ffa.backend import FfaBackend
 from magi_attention.kernels.ffa.peer_kv import RemoteKeys, RemoteMask, remote_params
+from magi_attention.kernels.types import BackwardOperands, Final, Operands
 from magi_attention.meta.node_layout import NodeLayout, RankNodeLayout
 from magi_attention.meta.plan import Plan
 
@@ -37,32 +38,25 @@ class NodeFusedAttention(OneLaunch):
         self._node_part, self._transfers, self._group = layout.part(group.rank), layout.transfers, group
         super().__init__(self._node_part, high_precision_reduce)
 
-    def forward(
-        self, backend: FfaBackend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: AttnOptions,
-        sink: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    def forward(self, backend: FfaBackend, x: Operands) -> Final:
         group = self._group
         group.check(_FORWARD)
-        launches, k, v = self._of(q, k, v)
+        launches, x = self._of(x)
         with group.ordered(is_beside=False) as turn:  # all of it is on the current stream, so the host waits for nobody
-            launches.exchange.cast.copy_in((k, v))
-            got = backend.forward_fused(q, k, v, launches.forward, options, sink)
+            launches.exchange.cast.copy_in((x.k, x.v))
+            got = backend.forward_final(x, remote=launches.forward)
             launches.exchange.cast.finish(turn.stream)
         group.check_if_done(_FORWARD)
         return got
 
-    def backward(
-        self, backend: FfaBackend, dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-        out: torch.Tensor, lse: torch.Tensor, options: AttnOptions, sink: torch.Tensor | None,
-        delta: torch.Tensor | None = None,
-    ) -> Grads:  # fmt: skip
+    def backward(self, backend: FfaBackend, x: BackwardOperands) -> Grads:
         group = self._group
         group.check(_BACKWARD)
-        launches, k, v = self._of(q, k, v)
+        launches, x = self._of(x)
         cast, reduce = launches.exchange.cast, launches.exchange.reduce
         with group.ordered(is_beside=False) as turn:
-            cast.copy_in((k, v))
-            grads = backend.backward_fused(dout, q, k, v, out, lse, launches.backward, options, sink, delta)
+            cast.copy_in((x.k, x.v))
+            grads = backend.backward_fused(x, launches.backward)
             reduce.run(turn.stream)
             sums, to = (grads.dk_sums, grads.dv_sums), (grads.dk.data_ptr(), grads.dv.data_ptr())
             launches.add(sums, to, 0, turn.stream)

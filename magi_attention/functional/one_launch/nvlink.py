@@ -17,9 +17,10 @@ from magi_attention.comm.symm.buffers import SymmGroup, symm_group
 from magi_attention.common.plan_cache import PlanCache
 from magi_attention.functional.ahead import AHEAD
 from magi_attention.functional.one_launch.base import OneLaunch, Shapes, arrival_pace
-from magi_attention.kernels import AttnOptions, Grads
+from magi_attention.kernels import Grads
 from magi_attention.kernels.ffa.backend import FfaBackend
 from magi_attention.kernels.ffa.peer_kv import RemoteKeys, RemoteMask, remote_params
+from magi_attention.kernels.types import BackwardOperands, Final, Operands
 from magi_attention.meta.fused_layout import FusedLayout, RankFusedLayout
 from magi_attention.meta.plan import Plan
 
@@ -40,31 +41,24 @@ class FusedAttention(OneLaunch):
         super().__init__(self._fused_part, high_precision_reduce)
         self._transport = transport
 
-    def forward(
-        self, backend: FfaBackend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: AttnOptions,
-        sink: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
-        launches, k, v = self._of(q, k, v)
-        stream = backend.runtime.stream(k.get_device())
+    def forward(self, backend: FfaBackend, x: Operands) -> Final:
+        launches, x = self._of(x)
+        stream = backend.runtime.stream(x.k.get_device())
         launches.check("attention forward")
         event = launches.group.enter(stream)
         try:
-            return backend.forward_fused(q, k, v, launches.forward, options, sink, event)
+            return backend.forward_final(x, remote=launches.forward, event=event)
         except BaseException:
             launches.group.exit_early(event)
             raise
 
-    def backward(
-        self, backend: FfaBackend, dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-        out: torch.Tensor, lse: torch.Tensor, options: AttnOptions, sink: torch.Tensor | None,
-        delta: torch.Tensor | None = None,
-    ) -> Grads:  # fmt: skip
-        launches, k, v = self._of(q, k, v)
-        stream = backend.runtime.stream(k.get_device())
+    def backward(self, backend: FfaBackend, x: BackwardOperands) -> Grads:
+        launches, x = self._of(x)
+        stream = backend.runtime.stream(x.k.get_device())
         launches.check("attention backward")
         event = launches.group.enter(stream)
         try:
-            grads = backend.backward_fused(dout, q, k, v, out, lse, launches.backward, options, sink, delta)
+            grads = backend.backward_fused(x, launches.backward)
             sums, to = (grads.dk_sums, grads.dv_sums), (grads.dk.data_ptr(), grads.dv.data_ptr())
             launches.reduce(sums, to, event, stream)
         except BaseException:

@@ -11,17 +11,15 @@ follow are copied.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, cast
+from typing import cast
 
 import torch
 
 from magi_attention.common.slices import SliceTable
 from magi_attention.errors import ContractError
-from magi_attention.kernels.dropout import DropoutMask
-from magi_attention.kernels.ffa.libraries import FfaLibraries
+from magi_attention.kernels.ffa.gpus import Gpus
 from magi_attention.kernels.ffa.operands import (
     DTYPES,
-    CudaRuntime,
     check_buffer,
     check_shapes,
     dense,
@@ -31,13 +29,13 @@ from magi_attention.kernels.ffa.operands import (
     stride_fields,
 )
 from magi_attention.kernels.ffa.peer_kv import NO_TOKENS, TILE, RemoteGrads, RemoteKeys, StartPut
-from magi_attention.kernels.ffa.plans import PlanShape, RangePlans, RangeTensors
+from magi_attention.kernels.ffa.plans import PlanShape, RangePlans
 from magi_attention.kernels.ffa.schedule.select_schedule import UNKNOWN, BwdSchedule, RecentSchedules, select_schedule
 from magi_attention.kernels.ffa.schedule.work_list import ListShape
 from magi_attention.kernels.ffa.schedule.work_tiles import WorkTileShape
 from magi_attention.kernels.reference.correction import check_sink, sink_bwd_from_delta
 from magi_attention.kernels.reference.operands import row_delta
-from magi_attention.kernels.types import AttnOptions, Grads, check_dropout
+from magi_attention.kernels.types import AttnOptions, BackwardOperands, Grads, check_dropout
 from magi_attention.native import abi
 from magi_attention.native.ffa import FfaLibrary
 from magi_attention.native.stream_order import StreamOrder
@@ -52,26 +50,12 @@ _ALIGNMENT = 128  # bytes, of what lies in a workspace
 _Beside = tuple[StartPut | None, tuple[bytes, bytes | None]]
 
 
-class Operands(NamedTuple):
-    """dout, out (Tq, Hq, Dv), q (Tq, Hq, D), k (Tk, Hk, D), v (Tk, Hk, Dv), lse and delta (Tq, Hq).
-
-    Exactly one of ``out`` and ``delta``, the sum of out * dout over each row, is given.
-    """
-
-    dout: torch.Tensor
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    out: torch.Tensor | None
-    lse: torch.Tensor
-    delta: torch.Tensor | None
-
-
 @dataclass(frozen=True)
 class _Prepared:
     """What calls of equal shapes, strides and options share. The ``like`` tensors have one element, expanded."""
 
     library: FfaLibrary
+    plans: RangePlans
     prefix: bytes
     plan: PlanShape
     grads_like: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -88,41 +72,39 @@ class _Prepared:
 class BackwardCalls:
     """Runs backwards; what it keeps are prepared parameter blocks."""
 
-    def __init__(self, libraries: FfaLibraries, plans: RangePlans) -> None:
-        self._libraries = libraries
-        self._plans = plans
+    def __init__(self, gpus: Gpus) -> None:
+        self._gpus = gpus
         self._prepared: dict[tuple[object, ...], _Prepared] = {}
         self._recent = RecentSchedules()
         # Each deterministic kernel waits for its own CTAs and may hold the SMs that those of another wait for.
         self._deterministic: dict[int, StreamOrder] = {}  # device -> its deterministic kernels
 
     def run(
-        self, runtime: CudaRuntime, x: Operands, mask: SliceTable | RangeTensors, options: AttnOptions,
-        sink: torch.Tensor | None, into: Grads | None, grad_dtype: torch.dtype, keeps_delta: bool = False,
-        dropout: DropoutMask | None = None,
+        self, x: BackwardOperands, into: Grads | None = None, grad_dtype: torch.dtype | None = None,
+        keeps_delta: bool = False,
     ) -> Grads:  # fmt: skip
-        """Gradients in ``grad_dtype``, or added to ``into``, which is float32 then and is returned.
+        """Gradients in ``grad_dtype``, None for q's, or added to ``into``, which is float32 then and is returned.
 
         With ``keeps_delta`` they carry the delta of the rows.
         """
-        index = x.q.get_device()
+        index, runtime, sink, dropout = x.q.get_device(), self._gpus.runtime, x.sink, x.dropout
         if index != runtime.current_device():
             with runtime.on_device(index):
-                return self.run(runtime, x, mask, options, sink, into, grad_dtype, keeps_delta, dropout)
-        if dropout is not None or options.dropout_p:
-            check_dropout(options, dropout, x.q, x.k)
-        call = self._call(runtime, x, mask, options, into is not None, grad_dtype)
+                return self.run(x, into, grad_dtype, keeps_delta)
+        if dropout is not None or x.options.dropout_p:
+            check_dropout(x)
+        call = self._call(x, None, into is not None, x.q.dtype if grad_dtype is None else grad_dtype)
         if sink is not None:
-            check_sink(sink, x.q.shape[0], x.q.shape[1], options.sink_layout)
+            check_sink(sink, x.q.shape[0], x.q.shape[1], x.options.sink_layout)
         if into is not None:
             _check_into(into, x)
         if call.is_empty:
-            return _run_empty(call, x, sink, into)
+            return _run_empty(call, x, into)
         at = _addresses(x)
         if call.is_unusual or (at[0] | at[1] | at[2] | at[3] | at[4]) & 15:
-            return self.run(runtime, _plain(x), mask, options, sink, into, grad_dtype, keeps_delta, dropout)
+            return self.run(_plain(x), into, grad_dtype, keeps_delta)
         stream, capturing = runtime.stream(index), runtime.is_capturing()
-        plan = self._plans.plan(mask, call.plan, call.device, stream, capturing)  # held, as is the order
+        plan = call.plans.plan(x.mask, call.plan, call.device, stream, capturing)  # held, as is the order
         kept = plan.order_of((call.prefix, stream), call.order_bytes, capturing)
         if into is None:
             grads = Grads(*map(_empty_like, call.grads_like))
@@ -138,7 +120,7 @@ class BackwardCalls:
             plan.work_list, *((0, 0) if kept is None else (kept.address, kept.is_made)), stream,
             0 if dropout is None else dropout.address,
         )  # fmt: skip
-        self._launch(call, call.prefix + tail, None, runtime, index, stream, capturing)
+        self._launch(call, call.prefix + tail, None, index, stream, capturing)
         if kept is not None and not capturing:
             kept.is_made = True
         if sink is not None:
@@ -147,29 +129,28 @@ class BackwardCalls:
             grads.delta = delta
         return grads if into is None else _copy_back(grads, into)
 
-    def run_fused(
-        self, runtime: CudaRuntime, x: Operands, remote: RemoteKeys, options: AttnOptions, sink: torch.Tensor | None
-    ) -> RemoteGrads:
-        """Gradients where keys of other ranks arrive, with this rank's put; dq is in q's dtype."""
-        index = x.q.get_device()
+    def run_fused(self, x: BackwardOperands, remote: RemoteKeys) -> RemoteGrads:
+        """Gradients where keys of other ranks arrive, with this rank's put; dq is in q's dtype. Those of remote keys go
+        to their owners. The mask is that of ``remote``."""
+        index, runtime, sink = x.q.get_device(), self._gpus.runtime, x.sink
         if index != runtime.current_device():
             with runtime.on_device(index):
-                return self.run_fused(runtime, x, remote, options, sink)
+                return self.run_fused(x, remote)
         stream, capturing = runtime.stream(index), runtime.is_capturing()
-        key = _remote_key(x, options)
+        key = _remote_key(x)
         known = remote.known.get(key)
         if known is None:
-            call = self._call(runtime, x, remote, options, False, x.q.dtype)
+            call = self._call(x, remote, False, x.q.dtype)
             if call.is_empty:
                 raise ContractError(NO_TOKENS)
-            known = (call, self._plans.plan(remote, call.plan, call.device, stream, capturing))
+            known = (call, call.plans.plan(remote, call.plan, call.device, stream, capturing))
             remember(remote.known, key, known)
         call, plan = known  # the plan is held until the launch
         if sink is not None:
-            check_sink(sink, x.q.shape[0], x.q.shape[1], options.sink_layout)
+            check_sink(sink, x.q.shape[0], x.q.shape[1], x.options.sink_layout)
         at = _addresses(x)
         if call.is_unusual or (at[0] | at[1] | at[2] | at[3] | at[4]) & 15:
-            return self.run_fused(runtime, _plain(x), remote, options, sink)
+            return self.run_fused(_plain(x), remote)
         dq, dk, dv = map(_empty_like, call.grads_like)
         work = _empty_like(call.workspace_like)
         delta = _empty_like(call.delta_like) if x.delta is None and sink is not None else x.delta
@@ -180,21 +161,20 @@ class BackwardCalls:
             dv.data_ptr(), plan.address, work_at, 0, 0, 0, stream, 0,
         )  # fmt: skip
         beside = remote.start_put, (remote.params + _pack_sums(*sums), remote.put)
-        self._launch(call, call.prefix + tail, beside, runtime, index, stream, capturing)
+        self._launch(call, call.prefix + tail, beside, index, stream, capturing)
         dsink = None
         if sink is not None:
-            dsink = sink_bwd_from_delta(sink.detach(), x.lse, cast(torch.Tensor, delta), options.sink_layout)
+            dsink = sink_bwd_from_delta(sink.detach(), x.lse, cast(torch.Tensor, delta), x.options.sink_layout)
         return RemoteGrads(dq, dk, dv, dsink, *sums, work)
 
     def _launch(
-        self, call: _Prepared, params: bytes, beside: _Beside | None, runtime: CudaRuntime, index: int,
-        stream: int, capturing: bool,
-    ) -> None:  # fmt: skip
+        self, call: _Prepared, params: bytes, beside: _Beside | None, index: int, stream: int, capturing: bool
+    ) -> None:
         """Deterministic kernels follow the last ones of the device."""
         if call.options.deterministic:
             stream_order = self._deterministic.get(index)
             if stream_order is None:
-                made = StreamOrder(runtime.event, runtime.stream_object)
+                made = StreamOrder(self._gpus.runtime.event, self._gpus.runtime.stream_object)
                 stream_order = self._deterministic.setdefault(index, made)
             with stream_order.next(stream, capturing):
                 status = _start(call.library, params, beside, stream)
@@ -204,39 +184,46 @@ class BackwardCalls:
             call.library.check(status, "Attention backward")
 
     def _call(
-        self, runtime: CudaRuntime, x: Operands, mask: SliceTable | RangeTensors | RemoteKeys, options: AttnOptions,
-        is_accumulating: bool, grad_dtype: torch.dtype,
-    ) -> _Prepared:  # fmt: skip
+        self, x: BackwardOperands, remote: RemoteKeys | None, is_accumulating: bool, grad_dtype: torch.dtype
+    ) -> _Prepared:
         """What calls with these operands share."""
-        remote = mask if isinstance(mask, RemoteKeys) else None
-        num_sms = runtime.num_sms(x.q.get_device())
-        if self._libraries.family.is_portable:
+        dout, q, k, v, out, lse, mask, options, _, delta, _ = x
+        index, row = q.get_device(), out if delta is None else delta
+        if self._gpus.of(index).is_portable:
             schedule = UNKNOWN  # these kernels make their own
         else:
-            schedule = select_schedule(x.q.shape, x.v.shape, mask, options, num_sms)
+            masked, num_sms = mask if remote is None else remote, self._gpus.runtime.num_sms(index)
+            schedule = select_schedule(q.shape, v.shape, masked, options, num_sms)
             if remote is None:
-                schedule = self._recent.best(schedule, x.q.shape, x.v.shape, options)
-        is_on_host = isinstance(mask, SliceTable)
-        key = _key(x, options, not is_accumulating, grad_dtype, schedule, is_on_host, remote)
+                schedule = self._recent.best(schedule, q.shape, v.shape, options)
+        is_on_host = remote is None and isinstance(mask, SliceTable)
+        key = (
+            dout.shape, dout.stride(), dout.dtype, dout.get_device(), q.shape, q.stride(), q.dtype, index,
+            k.shape, k.stride(), k.dtype, k.get_device(), v.shape, v.stride(), v.dtype, v.get_device(),
+            lse.shape, lse.stride(), lse.dtype, lse.get_device(), row.shape, row.stride(), row.dtype, row.get_device(),
+            delta is None, id(options), is_accumulating, grad_dtype, schedule, is_on_host,
+            None if remote is None else (remote.mask.total_k, remote.mask.num_summed),
+        )  # fmt: skip
         call = self._prepared.get(key)
         if call is None:
-            call = self._prepare(key, x, options, is_accumulating, grad_dtype, schedule, is_on_host, remote, runtime)
+            call = self._prepare(key, x, is_accumulating, grad_dtype, schedule, is_on_host, remote)
         return call
 
     def _prepare(
-        self, key: tuple[object, ...], x: Operands, options: AttnOptions, is_accumulating: bool,
-        grad_dtype: torch.dtype, schedule: BwdSchedule, is_on_host: bool, remote: RemoteKeys | None,
-        runtime: CudaRuntime,
+        self, key: tuple[object, ...], x: BackwardOperands, is_accumulating: bool, grad_dtype: torch.dtype,
+        schedule: BwdSchedule, is_on_host: bool, remote: RemoteKeys | None,
     ) -> _Prepared:  # fmt: skip
         """Checks shapes and dtypes, then fills the parameter block; remembered under ``key``. ``is_on_host``: the host
         knows the mask, so it can make a work list."""
         _check(x)
-        q, k, v = x.q, x.k, x.v
+        q, k, v, options = x.q, x.k, x.v, x.options
         (tq, heads, dim), (tk, heads_kv, dim_v) = q.shape, v.shape
         if remote is not None:
             tk = remote.mask.total_k
-        library = self._libraries.get("bwd", q.dtype, dim, dim_v)
-        out = x.dout if x.out is None else x.out  # without one its strides are not looked at
+        kernels = self._gpus.of(q.get_device())
+        library = kernels.libraries.get("bwd", q.dtype, dim, dim_v)
+        out = _read_out(x)
+        out = x.dout if out is None else out  # without one its strides are not looked at
         order = (
             abi.DQ_DETERMINISTIC
             if options.deterministic
@@ -260,7 +247,7 @@ class BackwardCalls:
         if odd:
             log_copy(odd)
         schedule_shape: WorkTileShape | ListShape | None = None
-        num_sms = runtime.num_sms(q.get_device())
+        num_sms = self._gpus.runtime.num_sms(q.get_device())
         shape = heads_kv, heads // max(heads_kv, 1), num_sms, max(num_sms - options.sm_margin, 1)
         if needs.takes_list and is_on_host:
             schedule_shape = ListShape(*shape, schedule.block_m)
@@ -270,7 +257,7 @@ class BackwardCalls:
         grad, number = q.new_empty((), dtype=grad_dtype), q.new_empty((), dtype=torch.float32)
         tile = library.backward_tile(dim, dim_v)
         prepared = _Prepared(
-            library, prefix, PlanShape(tq, tk, tile, is_transposed=True, schedule=schedule_shape),
+            library, kernels.plans, prefix, PlanShape(tq, tk, tile, is_transposed=True, schedule=schedule_shape),
             (grad.expand(q.shape), grad.expand(k.shape), grad.expand(v.shape)), number.expand(tq, heads),
             q.new_empty((), dtype=torch.uint8).expand(bytes_in_all), (dk_at, dv_at), needs.order, q.device, is_empty,
             bool(odd) or not _is_plain(x), options,
@@ -300,38 +287,32 @@ def _with_sums(
     return start, start + 4 * rows * dims[0], start + 4 * rows * sum(dims)
 
 
-def _addresses(x: Operands) -> tuple[int, int, int, int, int]:
-    """The addresses of q, k, v, out (0 for none) and dout."""
-    out_at = 0 if x.out is None else x.out.data_ptr()
+def _read_out(x: BackwardOperands) -> torch.Tensor | None:
+    """``out``, if the kernel reads it: it works delta out of it."""
+    return x.out if x.delta is None else None
+
+
+def _addresses(x: BackwardOperands) -> tuple[int, int, int, int, int]:
+    """The addresses of q, k, v, out (0 if it is not read) and dout."""
+    out_at = x.out.data_ptr() if x.delta is None else 0
     return x.q.data_ptr(), x.k.data_ptr(), x.v.data_ptr(), out_at, x.dout.data_ptr()
 
 
-def _key(
-    x: Operands, options: AttnOptions, is_fresh: bool, grad_dtype: torch.dtype, schedule: BwdSchedule, is_on_host: bool,
-    remote: RemoteKeys | None,
-) -> tuple[object, ...]:  # fmt: skip
-    return (
-        *[None if t is None else (t.shape, t.stride(), t.dtype, t.get_device()) for t in x],  # cheaper than a generator
-        id(options), is_fresh, grad_dtype, schedule, is_on_host,
-        None if remote is None else (remote.mask.total_k, remote.mask.num_summed),
-    )  # fmt: skip
-
-
-def _remote_key(x: Operands, options: AttnOptions) -> tuple[object, ...]:
+def _remote_key(x: BackwardOperands) -> tuple[object, ...]:
     """What a call depends on where k and v are known by their ``RemoteKeys``."""
     q, dout, out, lse = x.q, x.dout, x.out, x.lse
-    of_out = None if out is None else (out.shape, out.stride(), out.dtype)
+    of_out = (out.shape, out.stride(), out.dtype) if x.delta is None else None
     return (
         q.shape, q.stride(), q.dtype, dout.shape, dout.stride(), dout.dtype, of_out, lse.shape, lse.stride(), lse.dtype,
-        id(options),
+        id(x.options),
     )  # fmt: skip
 
 
-def _check(x: Operands) -> None:
+def _check(x: BackwardOperands) -> None:
     check_shapes(x.q, x.k, x.v)
     rows = (*x.q.shape[:2], x.v.shape[2])
-    for name, shape in (("dout", rows), ("out", rows), ("lse", rows[:2]), ("delta", rows[:2])):
-        t = getattr(x, name)
+    read = (("dout", x.dout, rows), ("out", _read_out(x), rows), ("lse", x.lse, rows[:2]), ("delta", x.delta, rows[:2]))
+    for name, t, shape in read:
         if t is not None and (tuple(t.shape) != shape or not t.is_floating_point() or t.device != x.q.device):
             raise ContractError(
                 f"{name} is {tuple(t.shape)} {t.dtype} on {t.device}; with q {tuple(x.q.shape)} on {x.q.device} and "
@@ -339,28 +320,30 @@ def _check(x: Operands) -> None:
             )
 
 
-def _check_into(into: Grads, x: Operands) -> None:
+def _check_into(into: Grads, x: BackwardOperands) -> None:
     for name, like in (("q", x.q), ("k", x.k), ("v", x.v)):
         check_buffer(f"d{name}", getattr(into, f"d{name}"), like.shape)
 
 
-def _is_plain(x: Operands) -> bool:
+def _is_plain(x: BackwardOperands) -> bool:
     """Whether dtypes and the layouts of lse and delta are those that the kernel reads."""
-    is_same = x.dout.dtype == x.q.dtype and (x.out is None or x.out.dtype == x.q.dtype)
+    is_same = x.dout.dtype == x.q.dtype and (x.delta is not None or x.out.dtype == x.q.dtype)
     return is_same and all(t is None or (t.dtype == torch.float32 and t.is_contiguous()) for t in (x.lse, x.delta))
 
 
-def _plain(x: Operands) -> Operands:
-    """``x`` as the kernel can read it: copied, converted; delta in place of an out of another dtype."""
+def _plain(x: BackwardOperands) -> BackwardOperands:
+    """``x`` as the kernel can read it: copied, converted; with delta where out has another dtype."""
     dout, out, delta = x.dout, x.out, x.delta
-    if out is not None and out.dtype != x.q.dtype:
-        delta = row_delta(out.detach(), dout.detach(), None)
-        out = None
+    if delta is None:
+        if out.dtype == x.q.dtype:
+            out = dense(out.detach())
+        else:
+            delta = row_delta(out.detach(), dout.detach(), None)
     lse = x.lse.detach().to(torch.float32).contiguous()
     delta = None if delta is None else delta.detach().to(torch.float32).contiguous()
     q, k, v = dense(x.q.detach()), dense(x.k.detach()), dense(x.v.detach())
     dout = dense(dout.detach().to(x.q.dtype))
-    return Operands(dout, q, k, v, None if out is None else dense(out.detach()), lse, delta)
+    return x._replace(dout=dout, q=q, k=k, v=v, out=out, lse=lse, delta=delta)
 
 
 def _dense_buffer(buffer: torch.Tensor) -> torch.Tensor:
@@ -381,12 +364,12 @@ def _add_dsink(dsink: torch.Tensor | None, into: Grads) -> Grads:
     return into
 
 
-def _run_empty(call: _Prepared, x: Operands, sink: torch.Tensor | None, into: Grads | None) -> Grads:
+def _run_empty(call: _Prepared, x: BackwardOperands, into: Grads | None) -> Grads:
     """No queries or no keys: nothing sees anything, but rows with a sink still weigh it."""
     dsink = None
-    if sink is not None:
-        delta = row_delta(x.dout, x.dout, x.delta) if x.out is None else row_delta(x.out, x.dout, None)
-        dsink = sink_bwd_from_delta(sink.detach(), x.lse.float(), delta, call.options.sink_layout)
+    if x.sink is not None:
+        delta = row_delta(x.out, x.dout, x.delta)
+        dsink = sink_bwd_from_delta(x.sink.detach(), x.lse.float(), delta, x.options.sink_layout)
     if into is not None:
         return _add_dsink(dsink, into)
     dq, dk, dv = (torch.zeros_like(like, memory_format=torch.contiguous_format) for like in call.grads_like)

@@ -7,7 +7,7 @@ and run the backend that the registry selects. ``out`` and ``lse`` have gradient
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -17,11 +17,19 @@ from magi_attention.common.slices import SliceTable
 from magi_attention.kernels.double_backward import refuse_double_backward
 from magi_attention.kernels.ffa.backend import FfaBackend
 from magi_attention.kernels.ffa.launch_cache import PreparedCall
-from magi_attention.kernels.ffa.plans import RangeTensors
 from magi_attention.kernels.reference.operands import delta_with_dlse
 from magi_attention.kernels.registry import default_registry
 from magi_attention.kernels.tables import table_from_tensors
-from magi_attention.kernels.types import Backend, Problem, accumulation_dtype, as_scale, options_of
+from magi_attention.kernels.types import (
+    Backend,
+    BackwardOperands,
+    Operands,
+    Problem,
+    RangeTensors,
+    accumulation_dtype,
+    as_scale,
+    options_of,
+)
 
 _MASK = "Tensor q_ranges, Tensor k_ranges, Tensor? attn_type_map, Tensor? sink"
 _OPTIONS = (
@@ -79,7 +87,7 @@ def prepared_flex_fwd(
         return None
     scale = q.shape[2] ** -0.5 if softmax_scale is None else as_scale(softmax_scale)
     options = options_of(scale, as_float(softcap, "softcap"), sink_layout, deterministic, sm_margin, return_max_logits)
-    return backend.prepared(q, k, v, RangeTensors(q_ranges, k_ranges, attn_type_map), options, sink)
+    return backend.prepared(Operands(q, k, v, RangeTensors(q_ranges, k_ranges, attn_type_map), options, sink))
 
 
 def _mask(k: torch.Tensor, q_ranges: torch.Tensor, k_ranges: torch.Tensor, types: Maybe) -> SliceTable | RangeTensors:
@@ -122,10 +130,11 @@ def flex_fwd(
         if isinstance(backend, FfaBackend) and needs_backward:
             backend.slices_of(mask, q, k, options)  # starts to read the ranges, which the backward wants to know
     with step("fwd_run"):
+        x = Operands(q, k, v, mask, options, sink)
         if isinstance(backend, FfaBackend):
-            out, lse, max_logits = backend.forward_final(q, k, v, mask, options, sink)
+            out, lse, max_logits = backend.forward_final(x)
         else:
-            got = backend.forward(q, k, v, cast(SliceTable, mask), options, sink)
+            got = backend.forward(x)
             out, lse, max_logits = got.out, got.lse, got.max_logits
     with step("fwd_cast"):
         out = out.to(q.dtype)
@@ -177,10 +186,8 @@ def flex_bwd(
             slices = backend.slices_of(mask, q, k, options)
             mask = mask if slices is None else slices
     with step("bwd_run"):
-        if isinstance(backend, FfaBackend):
-            got = backend.backward_final(dout, q, k, v, out, lse, mask, options, sink, delta=delta)
-        else:
-            got = backend.backward(dout, q, k, v, out, lse, cast(SliceTable, mask), options, sink, delta)
+        x = BackwardOperands(dout, q, k, v, out, lse, mask, options, sink, delta)
+        got = backend.backward_final(x) if isinstance(backend, FfaBackend) else backend.backward(x)
     with step("bwd_cast"):
         dsink = lse.new_empty(0) if sink is None else got.dsink.to(sink.dtype)  # type: ignore[union-attr]
         return got.dq.to(q.dtype), got.dk.to(k.dtype), got.dv.to(v.dtype), dsink

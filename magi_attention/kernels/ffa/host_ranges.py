@@ -19,8 +19,9 @@ import torch
 
 from magi_attention.common.slices import SliceTable
 from magi_attention.kernels.ffa.operands import CudaRuntime
-from magi_attention.kernels.ffa.plans import RangeTensors, range_state
+from magi_attention.kernels.ffa.plans import range_state
 from magi_attention.kernels.tables import SliceTables, table_from_host_ranges
+from magi_attention.kernels.types import RangeTensors
 
 _MAX_ENTRIES = 1024
 

@@ -27,20 +27,13 @@ from magi_attention.kernels.ffa.schedule.forward_splits import ForwardSplits, fo
 from magi_attention.kernels.ffa.schedule.work_list import ListShape, work_list
 from magi_attention.kernels.ffa.schedule.work_tiles import WorkTileShape, with_work_tiles
 from magi_attention.kernels.tables import SliceTables, table_from_tensors
+from magi_attention.kernels.types import RangeTensors
 from magi_attention.native.ffa import FfaTile
 from magi_attention.native.tile_plan import TilePlan, plan_words
 
 DEVICE_PLAN_BYTES = 64 * 2**20
 _MAX_ENTRIES = 1024
 _NUM_BLOCKS = 5  # column of TilePlan.tiles
-
-
-class RangeTensors(NamedTuple):
-    """A mask as tensors on the device of q: (N, 2), (N, 2) and (N,) or None for all FULL; integers."""
-
-    q_ranges: torch.Tensor
-    k_ranges: torch.Tensor
-    types: torch.Tensor | None
 
 
 class PlanShape(NamedTuple):

@@ -16,14 +16,13 @@ from typing import NamedTuple
 
 import torch
 
-from magi_attention.common.slices import SliceTable
 from magi_attention.kernels.reference.operands import heads_first, unseen_rows
-from magi_attention.kernels.types import AttnOptions, accumulation_dtype
+from magi_attention.kernels.types import AttnOptions, BackwardOperands, Operands, accumulation_dtype
 
 _LARGE_LOGIT = 4096.0  # float32 is right to 2e-4 below
 
 
-class Operands(NamedTuple):
+class LoadedOperands(NamedTuple):
     """Tensors of one call, rows without a pair blanked, in the dtype to compute in. ``is_tame``: no product of a
     forbidden pair is other than finite. ``is_large``: logits may be too large for the dtype of results."""
 
@@ -37,39 +36,31 @@ class Operands(NamedTuple):
     delta_HGT1: torch.Tensor | None = None
 
 
-def load_operands(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    slices: SliceTable,
-    options: AttnOptions,
-    dout: torch.Tensor | None = None,
-    lse: torch.Tensor | None = None,
-    delta: torch.Tensor | None = None,
-) -> Operands:
-    """q ``(Tq, Hq, D)``, k, v ``(Tk, Hk, D)`` and, for a backward, dout, lse ``(Tq, Hq)`` and delta ``(Tq, Hq)``.
+def load_operands(x: Operands | BackwardOperands, delta: torch.Tensor | None = None) -> LoadedOperands:
+    """Those of a forward, or of a backward with its ``delta`` (Tq, Hq).
 
     Values are looked at on CPUs alone: on a GPU that would wait for it.
     """
+    q, k, v, slices, options = x.q, x.k, x.v, x.slices, x.options
+    rows_of_out = (x.dout, x.lse, delta) if isinstance(x, BackwardOperands) else (None, None, None)
     acc, heads = accumulation_dtype(q.dtype), k.shape[1]
     q_unseen, k_unseen = unseen_rows(slices, q.shape[0], k.shape[0])
     q_HGTD = heads_first(q, heads, q_unseen)
-    k_HTD, v_HTD = (heads_first(x, heads, k_unseen)[:, 0] for x in (k, v))
+    k_HTD, v_HTD = (heads_first(y, heads, k_unseen)[:, 0] for y in (k, v))
     backward = [
-        None if x is None else heads_first(x if x.dim() == 3 else x[..., None], heads, q_unseen)
-        for x in (dout, lse, delta)
+        None if y is None else heads_first(y if y.dim() == 3 else y[..., None], heads, q_unseen) for y in rows_of_out
     ]
     if q.device.type != "cpu":
-        return Operands(q_HGTD, k_HTD, v_HTD, True, False, *backward)
+        return LoadedOperands(q_HGTD, k_HTD, v_HTD, True, False, *backward)
     logit = _longest(q_HGTD) * _longest(k_HTD) * abs(options.softmax_scale)
     dp = _longest(v_HTD) * (1.0 if backward[0] is None else _longest(backward[0]))
-    rows = [float(x.max()) for x in backward[1:] if x is not None and x.numel()]  # lse -inf is that of an empty row
+    rows = [float(y.max()) for y in backward[1:] if y is not None and y.numel()]  # lse -inf is that of an empty row
     most = torch.finfo(acc).max / 1e3
-    is_tame = all(x <= most for x in (logit, dp, *rows))
+    is_tame = all(value <= most for value in (logit, dp, *rows))
     if not _is_large(logit, acc, options):
-        return Operands(q_HGTD, k_HTD, v_HTD, is_tame, False, *backward)
-    wide = (None if x is None else x.double() for x in backward)
-    return Operands(q_HGTD.double(), k_HTD.double(), v_HTD.double(), is_tame, True, *wide)
+        return LoadedOperands(q_HGTD, k_HTD, v_HTD, is_tame, False, *backward)
+    wide = (None if y is None else y.double() for y in backward)
+    return LoadedOperands(q_HGTD.double(), k_HTD.double(), v_HTD.double(), is_tame, True, *wide)
 
 
 def compute_dtype(q: torch.Tensor, k: torch.Tensor, options: AttnOptions) -> torch.dtype:
@@ -118,4 +109,4 @@ def masked_product(weights: torch.Tensor, allowed: torch.Tensor, x: torch.Tensor
     return out.masked_fill(spoilt | (up & down), math.nan)
 
 
-__all__ = ["Operands", "compute_dtype", "load_operands", "masked_product", "own_or_given"]
+__all__ = ["LoadedOperands", "compute_dtype", "load_operands", "masked_product", "own_or_given"]

@@ -18,7 +18,7 @@ from magi_attention.common.plan_cache import Kind
 from magi_attention.common.slices import K0, K1, Q0, Q1, SliceTable, trim
 from magi_attention.errors import ContractError
 from magi_attention.kernels.reference.correction import correct_attn_out_lse, correct_attn_out_lse_with_sink
-from magi_attention.kernels.types import AttnOptions, Grads, Partial, Problem, accumulation_dtype
+from magi_attention.kernels.types import BackwardOperands, Grads, Operands, Partial, Problem, accumulation_dtype
 
 _ENDS: Kind[None, tuple[int, int]] = Kind("ends of the slices")
 _UNSEEN: Kind[tuple[int, int], tuple[np.ndarray | None, np.ndarray | None]] = Kind("rows without a pair")
@@ -34,7 +34,8 @@ def as_kernel(method: Callable[_P, _R]) -> Callable[_P, _R]:
 
     @functools.wraps(method)
     def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        device = next(x.device.type for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor))
+        given = (x.q if isinstance(x, (Operands, BackwardOperands)) else x for x in (*args, *kwargs.values()))
+        device = next(x.device.type for x in given if isinstance(x, torch.Tensor))
         with torch.no_grad(), torch.autocast(device, enabled=False):
             return method(*args, **kwargs)
 
@@ -50,8 +51,9 @@ def reference_why_not(problem: Problem) -> str | None:
     return None
 
 
-def check_operands(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slices: SliceTable) -> None:
+def check_operands(x: Operands | BackwardOperands) -> None:
     """Raises ``ContractError`` if shapes do not fit or a slice reaches beyond the rows of q or k."""
+    q, k, v, slices = x.q, x.k, x.v, x.slices
     ok = q.dim() == k.dim() == v.dim() == 3 and k.shape[:2] == v.shape[:2] and q.shape[2] == k.shape[2]
     if not ok or k.shape[1] == 0 or q.shape[1] % k.shape[1]:
         raise ContractError(
@@ -108,10 +110,10 @@ def tokens_first(x_HGTD: torch.Tensor) -> torch.Tensor:
     return moved.reshape(tokens, heads * group, *x_HGTD.shape[3:]).contiguous()
 
 
-def finish_forward(new: Partial, options: AttnOptions, sink: torch.Tensor | None, init: Partial | None) -> Partial:
+def finish_forward(new: Partial, x: Operands, init: Partial | None) -> Partial:
     """Adds the sink to ``new``, then merges ``new`` into ``init`` in place if there is one."""
-    if sink is not None:
-        new.out, new.lse = correct_attn_out_lse_with_sink(new.out, new.lse, sink, options.sink_layout, inplace=True)
+    if x.sink is not None:
+        new.out, new.lse = correct_attn_out_lse_with_sink(new.out, new.lse, x.sink, x.options.sink_layout, inplace=True)
     if init is None:
         return new
     _check_buffers(("out", init.out, new.out), ("lse", init.lse, new.lse))

@@ -24,7 +24,7 @@ from magi_attention.common.intervals import ramps
 from magi_attention.common.slices import CAUSAL, INVCAUSAL, K0, K1, Q0, Q1, TYPE, SliceTable, trim
 from magi_attention.kernels.dropout import DropoutMask
 from magi_attention.kernels.reference.correction import safe_lse, safe_softmax, sink_bwd_from_delta
-from magi_attention.kernels.reference.numerics import Operands, load_operands, masked_product, own_or_given
+from magi_attention.kernels.reference.numerics import LoadedOperands, load_operands, masked_product, own_or_given
 from magi_attention.kernels.reference.operands import (
     as_kernel,
     check_operands,
@@ -34,7 +34,16 @@ from magi_attention.kernels.reference.operands import (
     row_delta,
     tokens_first,
 )
-from magi_attention.kernels.types import AttnOptions, Grads, Partial, Problem, accumulation_dtype, check_dropout
+from magi_attention.kernels.types import (
+    AttnOptions,
+    BackwardOperands,
+    Grads,
+    Operands,
+    Partial,
+    Problem,
+    accumulation_dtype,
+    check_dropout,
+)
 
 
 def count_pairs(pieces: np.ndarray, rows: int, cols: int) -> np.ndarray:
@@ -66,78 +75,54 @@ class SdpaBackend:
         return reference_why_not(problem)
 
     @as_kernel
-    def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        slices: SliceTable,
-        options: AttnOptions,
-        sink: torch.Tensor | None = None,
-        init: Partial | None = None,
-        dropout: DropoutMask | None = None,
-    ) -> Partial:
+    def forward(self, x: Operands, init: Partial | None = None) -> Partial:
         """See ``Backend.forward``."""
-        check_operands(q, k, v, slices)
-        check_dropout(options, dropout, q, k)
-        x, acc = load_operands(q, k, v, slices, options), accumulation_dtype(q.dtype)
-        logits = _logits(x, slices, options)
+        check_operands(x)
+        check_dropout(x)
+        loaded, acc = load_operands(x), accumulation_dtype(x.q.dtype)
+        logits = _logits(loaded, x.slices, x.options)
         lse = safe_lse(logits.weighted)
         p = safe_softmax(logits.weighted, lse)
-        if dropout is not None:
-            p *= _drop_weights(dropout, p)
-        out = _product(x, p, logits.allowed, x.v_HTD[:, None])
+        if x.dropout is not None:
+            p *= _drop_weights(x.dropout, p)
+        out = _product(loaded, p, logits.allowed, loaded.v_HTD[:, None])
         new = Partial(tokens_first(out).to(acc), tokens_first(lse).to(acc))
-        if options.return_max_logits:
+        if x.options.return_max_logits:
             new.max_logits = _max_per_head(logits.plain).to(acc)
-        return finish_forward(new, options, sink, init)
+        return finish_forward(new, x, init)
 
     @as_kernel
-    def backward(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        slices: SliceTable,
-        options: AttnOptions,
-        sink: torch.Tensor | None = None,
-        delta: torch.Tensor | None = None,
-        init: Grads | None = None,
-        dropout: DropoutMask | None = None,
-    ) -> Grads:
+    def backward(self, x: BackwardOperands, init: Grads | None = None) -> Grads:
         """See ``Backend.backward``."""
-        check_operands(q, k, v, slices)
-        check_dropout(options, dropout, q, k)
-        delta = row_delta(out, dout, delta)
-        x = load_operands(q, k, v, slices, options, dout, lse, delta)
-        assert x.do_HGTD is not None and x.lse_HGT1 is not None and x.delta_HGT1 is not None
-        logits = _logits(x, slices, options)
-        lse_HGT1 = x.lse_HGT1
-        if x.is_large:
-            lse_HGT1 = own_or_given(safe_lse(logits.weighted, keepdim=True), lse_HGT1, lse.dtype)
+        check_operands(x)
+        check_dropout(x)
+        delta = row_delta(x.out, x.dout, x.delta)
+        y = load_operands(x, delta)
+        assert y.do_HGTD is not None and y.lse_HGT1 is not None and y.delta_HGT1 is not None
+        logits = _logits(y, x.slices, x.options)
+        lse_HGT1 = y.lse_HGT1
+        if y.is_large:
+            lse_HGT1 = own_or_given(safe_lse(logits.weighted, keepdim=True), lse_HGT1, x.lse.dtype)
         p = safe_softmax(logits.weighted, lse_HGT1)
-        dp = torch.matmul(x.do_HGTD, x.v_HTD[:, None].transpose(-1, -2))
-        weights = None if dropout is None else _drop_weights(dropout, p)
+        dp = torch.matmul(y.do_HGTD, y.v_HTD[:, None].transpose(-1, -2))
+        weights = None if x.dropout is None else _drop_weights(x.dropout, p)
         if weights is not None:
             dp *= weights
-        ds = p * (dp - x.delta_HGT1)
+        ds = p * (dp - y.delta_HGT1)
         if weights is not None:
             p *= weights
         if logits.slope is not None:
             ds *= logits.slope
-        ds *= options.softmax_scale
+        ds *= x.options.softmax_scale
         back = logits.allowed.T
         grads = Grads(
-            dq=tokens_first(_product(x, ds, logits.allowed, x.k_HTD[:, None])).to(delta.dtype),
-            dk=_sum_group(_product(x, ds.transpose(-1, -2), back, x.q_HGTD)).to(delta.dtype),
-            dv=_sum_group(_product(x, p.transpose(-1, -2), back, x.do_HGTD)).to(delta.dtype),
+            dq=tokens_first(_product(y, ds, logits.allowed, y.k_HTD[:, None])).to(delta.dtype),
+            dk=_sum_group(_product(y, ds.transpose(-1, -2), back, y.q_HGTD)).to(delta.dtype),
+            dv=_sum_group(_product(y, p.transpose(-1, -2), back, y.do_HGTD)).to(delta.dtype),
         )
         grads.delta = delta
-        if sink is not None:
-            grads.dsink = sink_bwd_from_delta(sink, lse.to(delta.dtype), delta, options.sink_layout)
+        if x.sink is not None:
+            grads.dsink = sink_bwd_from_delta(x.sink, x.lse.to(delta.dtype), delta, x.options.sink_layout)
         return finish_backward(grads, init)
 
 
@@ -151,7 +136,7 @@ class _Logits(NamedTuple):
     allowed: torch.Tensor
 
 
-def _logits(x: Operands, slices: SliceTable, options: AttnOptions) -> _Logits:
+def _logits(x: LoadedOperands, slices: SliceTable, options: AttnOptions) -> _Logits:
     logits = torch.matmul(x.q_HGTD, x.k_HTD[:, None].transpose(-1, -2)).mul_(options.softmax_scale)
     slope = None
     if options.softcap > 0:
@@ -165,7 +150,7 @@ def _logits(x: Operands, slices: SliceTable, options: AttnOptions) -> _Logits:
     return _Logits(logits, weighted, slope, counts > 0)
 
 
-def _product(x: Operands, weights: torch.Tensor, allowed: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+def _product(x: LoadedOperands, weights: torch.Tensor, allowed: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     return torch.matmul(weights, values) if x.is_tame else masked_product(weights, allowed, values)
 
 

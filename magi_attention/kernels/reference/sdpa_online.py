@@ -26,7 +26,7 @@ from magi_attention.errors import ContractError
 from magi_attention.kernels.dropout import DropoutMask
 from magi_attention.kernels.reference.block_iter import KeyTile, TileMask, block_walk
 from magi_attention.kernels.reference.correction import sink_bwd_from_delta
-from magi_attention.kernels.reference.numerics import Operands, load_operands, masked_product, own_or_given
+from magi_attention.kernels.reference.numerics import LoadedOperands, load_operands, masked_product, own_or_given
 from magi_attention.kernels.reference.operands import (
     as_kernel,
     check_operands,
@@ -36,7 +36,16 @@ from magi_attention.kernels.reference.operands import (
     row_delta,
     tokens_first,
 )
-from magi_attention.kernels.types import AttnOptions, Grads, Partial, Problem, accumulation_dtype, check_dropout
+from magi_attention.kernels.types import (
+    AttnOptions,
+    BackwardOperands,
+    Grads,
+    Operands,
+    Partial,
+    Problem,
+    accumulation_dtype,
+    check_dropout,
+)
 
 _LOG2E = math.log2(math.e)
 _LN2 = math.log(2.0)
@@ -58,53 +67,29 @@ class SdpaOnlineBackend:
         return reference_why_not(problem)
 
     @as_kernel
-    def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        slices: SliceTable,
-        options: AttnOptions,
-        sink: torch.Tensor | None = None,
-        init: Partial | None = None,
-        dropout: DropoutMask | None = None,
-    ) -> Partial:
+    def forward(self, x: Operands, init: Partial | None = None) -> Partial:
         """See ``Backend.forward``."""
-        check_operands(q, k, v, slices)
-        check_dropout(options, dropout, q, k)
-        tq, hq, _ = q.shape
-        run = _Forward(self, load_operands(q, k, v, slices, options), slices, options, dropout)
-        acc = accumulation_dtype(q.dtype)
-        new = Partial(q.new_zeros(tq, hq, v.shape[2], dtype=acc), q.new_full((tq, hq), float("-inf"), dtype=acc), None)
-        if options.return_max_logits:
+        check_operands(x)
+        check_dropout(x)
+        tq, hq, _ = x.q.shape
+        run = _Forward(self, load_operands(x), x.slices, x.options, x.dropout)
+        acc = accumulation_dtype(x.q.dtype)
+        out, lse = x.q.new_zeros(tq, hq, x.v.shape[2], dtype=acc), x.q.new_full((tq, hq), float("-inf"), dtype=acc)
+        new = Partial(out, lse)
+        if x.options.return_max_logits:
             new.max_logits = new.lse.new_full((hq,), float("-inf"))
-        for block in block_walk(slices, self.block_q, self.block_k):
+        for block in block_walk(x.slices, self.block_q, self.block_k):
             run.block(block.q0, block.q1, block.tiles, new)
-        return finish_forward(new, options, sink, init)
+        return finish_forward(new, x, init)
 
     @as_kernel
-    def backward(
-        self,
-        dout: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        slices: SliceTable,
-        options: AttnOptions,
-        sink: torch.Tensor | None = None,
-        delta: torch.Tensor | None = None,
-        init: Grads | None = None,
-        dropout: DropoutMask | None = None,
-    ) -> Grads:
+    def backward(self, x: BackwardOperands, init: Grads | None = None) -> Grads:
         """See ``Backend.backward``."""
-        check_operands(q, k, v, slices)
-        check_dropout(options, dropout, q, k)
-        delta = row_delta(out, dout, delta)
-        operands = load_operands(q, k, v, slices, options, dout, lse, delta)
-        run = _Backward(self, operands, slices, options, dropout, lse.dtype)
-        for block in block_walk(slices, self.block_q, self.block_k):
+        check_operands(x)
+        check_dropout(x)
+        delta, options = row_delta(x.out, x.dout, x.delta), x.options
+        run = _Backward(self, load_operands(x, delta), x.slices, options, x.dropout, x.lse.dtype)
+        for block in block_walk(x.slices, self.block_q, self.block_k):
             run.block(block.q0, block.q1, block.tiles)
         grads = Grads(
             dq=tokens_first(run.dq_HGTD.mul_(options.softmax_scale).to(delta.dtype)),
@@ -112,8 +97,8 @@ class SdpaOnlineBackend:
             dv=run.dv_HTD.to(delta.dtype).transpose(0, 1).contiguous(),
         )
         grads.delta = delta
-        if sink is not None:
-            grads.dsink = sink_bwd_from_delta(sink, lse.to(delta.dtype), delta, options.sink_layout)
+        if x.sink is not None:
+            grads.dsink = sink_bwd_from_delta(x.sink, x.lse.to(delta.dtype), delta, options.sink_layout)
         return finish_backward(grads, init)
 
 
@@ -121,7 +106,7 @@ class _Tiles:
     """What forward and backward share: operands heads first, one tile buffer set, logits of a tile."""
 
     def __init__(
-        self, sizes: SdpaOnlineBackend, operands: Operands, slices: SliceTable, options: AttnOptions,
+        self, sizes: SdpaOnlineBackend, operands: LoadedOperands, slices: SliceTable, options: AttnOptions,
         dropout: DropoutMask | None, buffers: int, transposed: bool,
     ) -> None:  # fmt: skip
         self.operands, self.dropout, self.transposed = operands, dropout, transposed
@@ -191,7 +176,7 @@ def _add_product(total: torch.Tensor, weights: torch.Tensor, x: torch.Tensor, al
 
 class _Forward(_Tiles):
     def __init__(
-        self, sizes: SdpaOnlineBackend, operands: Operands, slices: SliceTable, options: AttnOptions,
+        self, sizes: SdpaOnlineBackend, operands: LoadedOperands, slices: SliceTable, options: AttnOptions,
         dropout: DropoutMask | None,
     ) -> None:  # fmt: skip
         super().__init__(sizes, operands, slices, options, dropout, buffers=1, transposed=False)
@@ -243,7 +228,7 @@ class _Backward(_Tiles):
     """Tiles are (keys, rows): then two of the three gradient products need no transposed left operand."""
 
     def __init__(
-        self, sizes: SdpaOnlineBackend, operands: Operands, slices: SliceTable, options: AttnOptions,
+        self, sizes: SdpaOnlineBackend, operands: LoadedOperands, slices: SliceTable, options: AttnOptions,
         dropout: DropoutMask | None, lse_dtype: torch.dtype,
     ) -> None:  # fmt: skip
         buffers = 2 if options.softcap == 0 else 3

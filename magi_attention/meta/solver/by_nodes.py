@@ -10,12 +10,14 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from magi_attention.common.intervals import sum_by
 from magi_attention.common.two_level.nodes import Nodes
 from magi_attention.config.links import NETWORK_BYTES_PER_S, NVLINK_BYTES_PER_S
-from magi_attention.meta.chunking import Cut, owners, sum_by
+from magi_attention.meta.chunking import Cut
 from magi_attention.meta.solver.links import LinkLoads, count_links, count_rows
 from magi_attention.meta.solver.locality import TOLERATED, Parts, lower_bound, order_of_chunks
 from magi_attention.meta.solver.node_fill import fill_nodes, split_evenly
+from magi_attention.meta.solver.ownership import owners
 from magi_attention.meta.solver.partition import min_heap
 
 Ints = NDArray[np.int64]

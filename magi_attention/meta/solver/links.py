@@ -8,8 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from magi_attention.common.intervals import sum_by
 from magi_attention.common.two_level.nodes import Nodes
-from magi_attention.meta.chunking import Cut, remote_keys, sum_by
+from magi_attention.meta.chunking import Cut
+from magi_attention.meta.solver.ownership import remote_keys
 
 Ints = NDArray[np.int64]
 

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from magi_attention.common.intervals import merge_intervals
+from magi_attention.common.intervals import merge_intervals, sum_by
 from magi_attention.common.slices import K0, K1, Q0, Q1, areas
-from magi_attention.meta.chunking import sum_by
 from magi_attention.meta.rank_plan import cut_by_windows
 from magi_attention.native.planner import PairGraph
 

@@ -26,8 +26,8 @@ from math import gcd
 
 import numpy as np
 
+from magi_attention.common.intervals import sum_by
 from magi_attention.common.slices import K0, K1, Q0, Q1, merge
-from magi_attention.meta.chunking import sum_by
 from magi_attention.meta.solver.placement import Cells, Ints, Pairs, Placement, union_rows
 from magi_attention.native.planner import vertex_cover
 

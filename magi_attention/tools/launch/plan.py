@@ -52,12 +52,11 @@ class RenderedFile:
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """``steps`` run together, one per node, if ``is_concurrent``, else one after another."""
+    """``steps`` of a run are one per node, which a ``Supervisor`` runs together; others ``run_steps`` runs in turn."""
 
     title: str
     steps: tuple[Step, ...] = ()
     files: tuple[RenderedFile, ...] = ()
-    is_concurrent: bool = False
     remark: str = ""
 
     def text(self) -> str:

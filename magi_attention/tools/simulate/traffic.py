@@ -83,7 +83,6 @@ class PlanWork:
     """
 
     kind: str
-    total_pairs: int
     degree: int
     rows: Floats
     local: Floats
@@ -123,9 +122,7 @@ def work_of(plan: Plan, node: int, levels: str) -> PlanWork:
         for stage in range(plan.num_stages)
     )
     rows = np.array(plan.shard_sizes, dtype=np.float64)
-    return PlanWork(
-        kind_of(plan.slices.array), int(plan.areas.sum()), plan.degree, rows, local, near, far, traffic
-    )  # fmt: skip
+    return PlanWork(kind_of(plan.slices.array), plan.degree, rows, local, near, far, traffic)
 
 
 def _pairs(plan: Plan, hosts: Sequence[Ints], near_ranges: Sequence[Sequence[Ints]]) -> tuple[Floats, Floats, Floats]:

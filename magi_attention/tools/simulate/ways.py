@@ -18,7 +18,7 @@ from magi_attention.config import (
 from magi_attention.config.rates import BACKWARD_FLOPS, FORWARD_FLOPS
 from magi_attention.errors import UnsupportedError
 from magi_attention.meta.plan import Plan
-from magi_attention.meta.planner import build_plan
+from magi_attention.meta.planner import PlanOptions, build_plan
 from magi_attention.tools.simulate import ours, peers
 from magi_attention.tools.simulate.events import Outcome
 from magi_attention.tools.simulate.kernels import KernelTimes, kind_of
@@ -54,11 +54,11 @@ class Case:
         elif key not in self._plans:
             cluster, alg = self.cluster, SequentialDispatchAlg() if is_sequential else LocalityDispatchAlg()
             dispatch = DispatchConfig(alg=alg, nodes=cluster.node if self.knows_nodes else None)
+            rates = cluster.rates if cluster.rates.is_measured else None
             plan = build_plan(
-                self.mask.slices, self.mask.total_q, self.ranks, balance=BALANCE, num_heads_q=cluster.heads_q,
-                config=DistAttnConfig(dispatch, OverlapConfig(degree=degree)),
-                num_heads_kv=cluster.heads_kv, head_dim=cluster.head_dim,
-                rates=cluster.rates if cluster.rates.is_measured else None,
+                self.mask.slices, self.mask.total_q, self.ranks,
+                PlanOptions(cluster.heads_q, cluster.heads_kv, cluster.head_dim, rates=rates),
+                config=DistAttnConfig(dispatch, OverlapConfig(degree=degree)), balance=BALANCE,
             )  # fmt: skip
             work = work_of(plan, cluster.node, cluster.levels)
             self._plans[key] = evened(work) if self.is_even else work

@@ -20,7 +20,6 @@ from magi_attention.common.enum import AttnMaskType
 from magi_attention.common.plan_cache import Kind
 from magi_attention.common.slices import SliceTable
 from magi_attention.kernels.ffa.peer_kv import RemoteKeys
-from magi_attention.kernels.ffa.plans import RangeTensors
 from magi_attention.kernels.ffa.schedule.block_m import MANY_WORK_TILES, select_block_m
 from magi_attention.kernels.ffa.schedule.head_splits import MANY_SEGMENTS, head_splits, head_splits_in_no_order
 from magi_attention.kernels.ffa.schedule.simulate import NARROW, TILE, WIDE, fewest_whole, tile_steps
@@ -31,7 +30,7 @@ from magi_attention.kernels.ffa.schedule.work_tiles import (
     gain_by_document,
     heads_per_l2_group_deterministic,
 )
-from magi_attention.kernels.types import AttnOptions
+from magi_attention.kernels.types import AttnOptions, RangeTensors
 from magi_attention.native.tile_plan import TilePlan
 
 # Queries that a key sees on average, from which on m-blocks of 80 are faster than splitting the heads in halves.

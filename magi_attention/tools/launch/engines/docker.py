@@ -66,7 +66,7 @@ def run(spec: LaunchSpec, target: Target) -> LaunchPlan:
         argv = (*docker_run(spec, target, node, network, extra), *argv)
         steps.append(Step(f"node {node}", argv, docker_variables(spec, target)))
     title = f"run {target.run_id}: {spec.nodes} containers x {spec.ranks_per_node} ranks on this machine"
-    return LaunchPlan(title, tuple(steps), is_concurrent=True)
+    return LaunchPlan(title, tuple(steps))
 
 
 def _mount(source: str, where: str) -> str:

@@ -39,7 +39,7 @@ def run(spec: LaunchSpec, target: Target) -> LaunchPlan:
         )
         steps.append(Step(f"node {node}", argv, _environment(spec, target)))
     title = f"run {target.run_id}: {spec.nodes} nodes x {spec.ranks_per_node} ranks on this machine"
-    return LaunchPlan(title, tuple(steps), is_concurrent=True)
+    return LaunchPlan(title, tuple(steps))
 
 
 def _environment(spec: LaunchSpec, target: Target) -> dict[str, str]:

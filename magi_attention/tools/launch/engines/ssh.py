@@ -92,7 +92,7 @@ def run(spec: LaunchSpec, target: Target) -> LaunchPlan:
             variables = {**spec.environment, **token_of(target), MARK: target.run_id}
         steps.append(_step(spec, f"node {node} ({host})", host, argv, _workdir(spec), variables))
     title = f"run {target.run_id}: {spec.nodes} hosts x {spec.ranks_per_node} ranks over ssh, meeting at {head}"
-    return LaunchPlan(title, tuple(steps), is_concurrent=True)
+    return LaunchPlan(title, tuple(steps))
 
 
 def down(spec: LaunchSpec, session: str, targets: Sequence[Target]) -> LaunchPlan:
