@@ -16,15 +16,9 @@ from itertools import product
 
 import numpy as np
 
-from magi_attention.kernels.ffa.schedule.simulate import TILE, fewest_whole
-from magi_attention.kernels.ffa.schedule.work_tiles import (
-    MANY_TILES,
-    WorkTileShape,
-    heads_per_l2_group,
-    heads_per_l2_group_deterministic,
-)
 from magi_attention.native.tile_plan import TilePlan, transposed
 
+MANY_TILES = 8  # in work at a time for each of few heads, from which on all descend
 TICKS = 32  # of expected time: one block
 END_HALVES = 5  # of a step, what it takes to begin and end a work tile
 BLOCKS_APART = 3  # that work tiles begin apart, where all descend
@@ -92,26 +86,6 @@ class Schedule:
 
     def kinds_of(self, l2_group: int) -> int:
         return min(self.last_kinds or self.kinds, self.kinds) if l2_group + 1 == self.l2_groups else self.kinds
-
-
-def schedule_of(
-    tokens: int, heads_kv: int, group: int, dim: int, ctas: int = 132, may_be_twice: bool = True
-) -> Schedule:
-    """A call with as many queries as keys, ``group`` query heads to a kv head: ``bwd_heads_per_l2_group`` in
-    deterministic mode, and what depends on the head dim."""
-    tiles, passes = -(-tokens // TILE), 2 if dim == 256 else 1
-    divisors = [n for n in range(1, group + 1) if group % n == 0]
-    parts = next((n for n in divisors if tiles * heads_kv * passes * n >= fewest_whole(ctas)), group)
-    heads = group // parts
-    shape = WorkTileShape(heads_kv, group, ctas, ctas)
-    if may_be_twice:
-        at_once = heads_per_l2_group_deterministic(tiles, shape, parts)
-    else:
-        at_once = heads_per_l2_group(tiles * parts, shape)
-    kinds, l2_groups = at_once * parts, -(-heads_kv // at_once)
-    last = heads_kv * parts - (l2_groups - 1) * kinds
-    traversed = 8 * dim * tokens * heads_kv * group / MOST_KEPT
-    return Schedule(ctas, kinds, heads, l2_groups=l2_groups, last_kinds=last, traversed=traversed, **OF_DIM[dim])
 
 
 def segments_by_order(slices: np.ndarray, total_q: int, total_k: int, tile: int, block: int) -> list[list[Segment]]:

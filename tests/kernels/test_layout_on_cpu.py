@@ -10,15 +10,14 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from semaphore_model import Schedule, schedule_of
+from schedule_oracle import NARROW, TILE, WIDE
+from semaphore_model import Schedule
 
 from magi_attention.common.mask import Mask
 from magi_attention.kernels import AttnOptions
-from magi_attention.kernels.ffa.schedule.select_schedule import select_schedule
-from magi_attention.kernels.ffa.schedule.simulate import NARROW, TILE, WIDE, fewest_whole
-from magi_attention.kernels.ffa.schedule.tile_splits import NONE
-from magi_attention.kernels.ffa.schedule.work_tiles import WorkTileShape, heads_per_l2_group
+from magi_attention.kernels.ffa.schedule import select_schedule
 from magi_attention.native import abi
+from magi_attention.native.schedule import NONE
 from magi_attention.testing.libraries import compiled_or_skip, csrc_or_skip, planner_or_skip
 
 SOURCE = Path(__file__).with_name("layout_on_cpu.cpp")
@@ -62,31 +61,21 @@ def calls(seed: int):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_l2_groups_and_target_tables_are_those_of_the_model(layout_of, seed):
-    """L2 groups, parts of heads and tables of semaphore targets."""
+def test_l2_groups_have_whole_heads(layout_of, seed):
+    """Parts that divide the query heads, no more than are needed for nearly two work tiles for each SM, and groups that
+    are no larger than there are heads; where there are several, those behind the first have targets of their own."""
     tables = set()
     for tokens, (heads, heads_kv), dim, sms in calls(seed):
         found = layout_of(tokens, (heads, heads_kv), dim, abi.DQ_DETERMINISTIC, sms)
-        schedule = schedule_of(tokens, heads_kv, heads // heads_kv, dim, sms)
-        case = (tokens, heads, heads_kv, dim, sms)
-        assert found.num_head_splits * schedule.heads * heads_kv == heads, case
-        assert found.heads_per_l2_group * found.num_head_splits == schedule.kinds, case
-        is_compared = -(-tokens // TILE) <= schedule.most_timed
-        assert found.target_tables == (2 if schedule.l2_groups > 1 and is_compared else 1), case
+        case = (tokens, heads, heads_kv, dim, sms, found)
+        parts, work_tiles = found.num_head_splits, -(-tokens // TILE) * heads_kv * (2 if dim == 256 else 1)
+        smaller = [n for n in range(1, parts) if heads // heads_kv % n == 0]
+        assert heads // heads_kv % parts == 0 and all(work_tiles * n < 19 * sms // 10 for n in smaller), case
+        assert 1 <= found.heads_per_l2_group <= heads_kv, case
+        is_compared = -(-tokens // TILE) <= 1024
+        assert found.target_tables == (2 if found.heads_per_l2_group < heads_kv and is_compared else 1), case
         tables.add(found.target_tables)
     assert tables == {1, 2}
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_lists_have_the_l2_groups_of_the_library(layout_of, seed):
-    """``work_tiles.py`` follows ``bwd_heads_at_once``, and ``fewest_whole`` is from where on heads are not split."""
-    for tokens, (heads, heads_kv), _, sms in calls(seed):
-        tiles, group = -(-tokens // TILE), heads // heads_kv
-        found = layout_of(tokens, (heads, heads_kv), 128, abi.DQ_FIRST_WRITER, sms, block_m=WIDE)
-        is_whole = tiles * heads_kv >= fewest_whole(sms)
-        assert (found.num_head_splits == 1) == (is_whole or group == 1), (tokens, heads, heads_kv, sms)
-        if found.num_head_splits == 1:
-            assert found.heads_per_l2_group == heads_per_l2_group(tiles, WorkTileShape(heads_kv, group, sms, sms))
 
 
 def test_what_a_caller_asks_for(layout_of):

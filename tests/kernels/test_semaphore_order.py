@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from semaphore_model import (
+    MANY_TILES,
     Schedule,
     WorkTile,
     begins_apart,
@@ -18,7 +19,6 @@ from semaphore_model import (
     work_tiles_of,
 )
 
-from magi_attention.kernels.ffa.schedule.work_tiles import MANY_TILES
 from magi_attention.testing import masks
 from magi_attention.testing.libraries import planner_or_skip
 
