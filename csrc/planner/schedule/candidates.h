@@ -9,17 +9,16 @@
 #include <queue>
 #include <vector>
 
+#include "planner/schedule/heuristics_h100.h"
 #include "planner/schedule/work_list.h"
 
 namespace magi::schedule {
 
 constexpr int kSplits = MAGI_LIST_SPLITS;
-// Times are in eighths of a step of 64 queries that needs no mask. A step of 80 counts as one; that
-// it takes longer decides nothing.
-constexpr int kStepTime = 8, kMaskedStepTime = 9;
-constexpr int kWorkTileTime = 21;            // to begin and end a work tile
-constexpr int kPartialTime = 1;              // to combine the parts of one
-constexpr int kMostCuts = 2, kMayBeCut = 8;  // of so many longest tiles
+using h100::kMaskedStepTime;
+using h100::kMayBeCut;
+using h100::kStepTime;
+using h100::kWorkTileTime;
 
 // A tile, and how long it takes for all query heads of a kv head, without begin and end.
 struct TimedTile {

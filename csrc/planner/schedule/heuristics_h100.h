@@ -93,6 +93,24 @@ constexpr double kMinDirectShare = 0.1;  // of the blocks, single contributions 
 // Queries that a key sees, from which on m-blocks of 80 are faster than halves of the heads.
 constexpr int kMinQueriesWithoutHalves = 3072;
 
+// ---- work lists. Times are in eighths of a step of 64 queries that needs no mask. A step of 80
+// counts as one; that it takes longer decides nothing.
+constexpr int kStepTime = 8, kMaskedStepTime = 9;
+constexpr int kWorkTileTime = 21;            // to begin and end a work tile
+constexpr int kPartialTime = 1;              // to combine the parts of one
+constexpr int kMostCuts = 2, kMayBeCut = 8;  // of so many longest tiles
+// Factors on the end of candidates, from measurements of each on 35 to 100 masks. The shorter half
+// by heads ends about 8% later than SMs that share the work evenly.
+constexpr double kShorterHalfEnd = 1.08, kShorterHalf = 1.03;
+constexpr double kWorthHalves = 1.06, kWorthHalvesWide = 1.04;  // in m-blocks of 64, and of 80
+constexpr double kCutTiles = 1.02;
+constexpr int kMostLongest = 4;  // tiles that are split by heads, the longest ones
+constexpr double kLongestSplit = 1.2, kLongestNotHalf = 1.06;
+constexpr double kBesideCut = 1.0, kBesideTwoCuts = 1.01, kShortestSplit = 1.02;
+// SMs at least for each kv head of a tile that fills: with 44 kv heads of 4 query heads filling
+// took 1.2 times as long.
+constexpr int kFewParts = 4, kShortest = 2;
+
 // ---- splits of a forward along the keys
 constexpr int kMostForwardSplit = 320;  // work tiles: the workspace has a counter for each
 constexpr int kLeastBlocks = 8;         // of a part: it leaves its output in memory

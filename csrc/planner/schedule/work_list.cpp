@@ -14,10 +14,6 @@
 namespace magi::schedule {
 namespace {
 
-// SMs at least for each kv head of a tile that fills: with 44 kv heads of 4 query heads filling
-// took 1.2 times as long.
-constexpr int kFewParts = 4, kShortest = 2;
-
 // When the last work tile of a candidate ends and its parts are combined; and what all work tiles
 // take.
 struct End {
@@ -29,29 +25,27 @@ End end_of(const Tiles& tiles, const Candidate& candidate, int num_sms, Late lat
   const std::vector<Row> rows = maker.rows();
   End end;
   for (int64_t time : simulate(rows, num_sms, late)) end.last = std::max(end.last, double(time));
-  end.last += kPartialTime * maker.num_partials();
+  end.last += h100::kPartialTime * maker.num_partials();
   for (const Row& row : rows) end.sum += row.time;
   return end;
 }
 
 Candidate cut(int cuts, const Tiles& tiles) { return {cuts, tiles.size(), 0}; }
 
-// The best of what does not count CTAs that begin late. The factors come from measurements of each
-// candidate on 35 to 100 masks.
+// The best of what does not count CTAs that begin late.
 Candidate select_early(const Tiles& tiles, const ListShape& shape, int num_sms, bool* is_by_heads) {
   const int n = tiles.size();
   const End whole = end_of(tiles, cut(0, tiles), num_sms, {});
-  // The shorter half by heads ends about 8% later than SMs that share the work evenly, and not
-  // before the longest tile.
+  // The shorter half by heads does not end before the longest tile.
   const double longest = tiles[0].time + kWorkTileTime,
-               shorter = std::max(1.08 * whole.sum / num_sms, longest),
-               worth = tiles.block_m() == 64 ? 1.06 : 1.04;
+               shorter = std::max(h100::kShorterHalfEnd * whole.sum / num_sms, longest),
+               worth = tiles.block_m() == 64 ? h100::kWorthHalves : h100::kWorthHalvesWide;
   double best = whole.last;
   Candidate chosen = cut(0, tiles);
   *is_by_heads = whole.last > worth * shorter;
   bool is_shorter_half = *is_by_heads;
   if (is_shorter_half) {
-    best = 1.03 * shorter;
+    best = h100::kShorterHalf * shorter;
     chosen = {0, n / 2, n - n / 2};
   }
   auto look_at = [&](const Candidate& candidate, double factor, bool splits_heads) {
@@ -62,9 +56,11 @@ Candidate select_early(const Tiles& tiles, const ListShape& shape, int num_sms, 
     *is_by_heads = splits_heads;
     is_shorter_half = false;
   };
-  for (int cuts = 1; cuts <= kMostCuts; ++cuts) look_at(cut(cuts, tiles), 1.02, false);
-  for (int longest_ones = 1; longest_ones <= 4; ++longest_ones)
-    look_at({0, 0, longest_ones}, is_shorter_half ? 1.06 : 1.2, true);
+  for (int cuts = 1; cuts <= h100::kMostCuts; ++cuts)
+    look_at(cut(cuts, tiles), h100::kCutTiles, false);
+  for (int longest_ones = 1; longest_ones <= h100::kMostLongest; ++longest_ones)
+    look_at({0, 0, longest_ones}, is_shorter_half ? h100::kLongestNotHalf : h100::kLongestSplit,
+            true);
   return chosen;
 }
 
@@ -85,11 +81,12 @@ Candidate select(const Tiles& tiles, const ListShape& shape, int num_sms, Late l
     chosen = candidate;
   };
   if (is_by_heads) {
-    look_at({1, n * 7 / 16, n * 8 / 16}, 1.0);   // the half from 7/16 on, beside a cut
-    look_at({2, n * 4 / 16, n * 4 / 16}, 1.01);  // the second quarter, beside two
-    look_at({2, n * 6 / 16, n * 6 / 16}, 1.01);  // 3/8 from 3/8 on, beside two
-  } else if (kFewParts * kShortest * shape.heads_kv <= num_sms) {
-    look_at({2, std::max(n - kShortest, 0), kShortest}, 1.02);  // two cuts, and the two shortest
+    look_at({1, n * 7 / 16, n * 8 / 16}, h100::kBesideCut);  // the half from 7/16 on, beside a cut
+    look_at({2, n * 4 / 16, n * 4 / 16}, h100::kBesideTwoCuts);  // the second quarter, beside two
+    look_at({2, n * 6 / 16, n * 6 / 16}, h100::kBesideTwoCuts);  // 3/8 from 3/8 on, beside two
+  } else if (h100::kFewParts * h100::kShortest * shape.heads_kv <= num_sms) {
+    look_at({2, std::max(n - h100::kShortest, 0), h100::kShortest},
+            h100::kShortestSplit);  // two cuts, and the two shortest
   }
   return chosen;
 }

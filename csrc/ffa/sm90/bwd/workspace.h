@@ -143,7 +143,7 @@ bool bwd_takes_work_list(const magi_ffa_bwd_params& a, int sms) {
          a.heads_q / a.heads_kv % kListedHeadSplits == 0 && bwd_num_head_splits<C>(a, sms) == 1 &&
          bwd_tiles(a) > 1 && bwd_num_tiles_of_heads<C>(a) <= kMaxWorkList &&
          bwd_heads_per_l2_group<C>(a, 1, sms) == a.heads_kv &&
-         bwd_num_tiles_of_heads<C>(a) < 3ll * sms;
+         bwd_num_tiles_of_heads<C>(a) < int64_t(h100::kManyWorkTiles) * sms;
 }
 // Tiles of which there may be parts then.
 inline int bwd_split_tiles(const magi_ffa_bwd_params& a) {
