@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// How many work tiles are enough, and how many heads form an L2 group. The planner and the launch
-// code of the kernels read the same rules.
+// How many work tiles are enough, among how many the query heads of a tile are shared out, and how
+// many heads form an L2 group. The planner and the launch code of the kernels read the same rules.
 #pragma once
 
 #include <algorithm>
@@ -13,6 +13,18 @@ namespace magi {
 // How many whole work tiles are enough: nearly two for each SM. With fewer the query heads of each
 // tile are split.
 constexpr int enough_work_tiles(int num_sms) { return 19 * num_sms / 10; }
+
+// Among how many work tiles the query heads of a tile are shared out, `group` of a kv head: as few
+// as make enough of `work_tiles` whole ones, but no fewer than `least` and no more than `most`.
+inline int num_head_splits(int group, int64_t work_tiles, int least, int most, int num_sms) {
+  int splits = 1;
+  for (int parts = 1; parts <= group && parts <= most; ++parts) {
+    if (group % parts != 0) continue;
+    splits = parts;
+    if (parts >= least && work_tiles * parts >= enough_work_tiles(num_sms)) break;
+  }
+  return splits;
+}
 
 // The kv heads of an L2 group: as many as have `at_once` work tiles together, `tiles` of each head.
 // With two for each SM the heaviest tiles, one for each SM, are half of the group. If that makes

@@ -252,10 +252,8 @@ int OrderShape::heads_at_once(int tiles) const {
 // Those that start first wrap, the others ascend. The first L2 group may have an order of its own.
 WorkTiles work_tiles_in_order(const TileTable& tiles, const OrderShape& shape, int at_once) {
   const int64_t num = tiles.size();
-  int parts = 1;
-  while (parts < shape.group && (shape.group % parts != 0 ||
-                                 parts * num * shape.heads_kv < enough_work_tiles(shape.num_sms)))
-    ++parts;
+  const int parts =
+      num_head_splits(shape.group, num * shape.heads_kv, 1, shape.group, shape.num_sms);
   WorkTiles made;
   for (int first = 0; first < shape.heads_kv; first += at_once) {
     const int32_t* order = first == 0 ? tiles.plan().first_order() : tiles.plan().order();

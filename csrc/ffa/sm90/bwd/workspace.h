@@ -20,20 +20,12 @@ int64_t bwd_num_tiles_of_heads(const magi_ffa_bwd_params& a) {
   return bwd_tiles(a) * a.heads_kv * C::kPasses;
 }
 
-// Among how many work tiles the query heads of a tile are shared out: as few as make two work tiles
-// for each SM, but no fewer than are asked for. The same on a device whatever is left
-// free, so that sm_margin does not change results.
+// Among how many work tiles the query heads of a tile are shared out, but no fewer than are asked
+// for. The same on a device whatever is left free, so that sm_margin does not change results.
 template <typename C>
 int bwd_num_head_splits(const magi_ffa_bwd_params& a, int sms) {
-  const int group = a.heads_q / a.heads_kv;
-  const int64_t work_tiles = bwd_num_tiles_of_heads<C>(a), wanted = enough_work_tiles(sms);
-  int most = 1;
-  for (int parts = 1; parts <= group && parts <= kMaxHeadSplits; ++parts) {
-    if (group % parts != 0) continue;
-    most = parts;
-    if (parts >= a.num_head_splits && work_tiles * parts >= wanted) break;
-  }
-  return most;
+  return num_head_splits(a.heads_q / a.heads_kv, bwd_num_tiles_of_heads<C>(a), a.num_head_splits,
+                         kMaxHeadSplits, sms);
 }
 
 // How many work tiles may be split, and into how many parts each.
