@@ -8,7 +8,7 @@ A figure is the time of what is chosen over the time with the mode changed, in o
 that it saves a tenth. ``first writer`` and ``by document`` are also tried where they are off: there a figure above 1
 says that the mode would be faster. The last table has for each mode the cells where it counts, their geometric mean,
 the least and the most, and how many are more than 2% from 1. The thresholds in
-``magi_attention/kernels/ffa/schedule`` are fitted by these figures.
+``csrc/planner/schedule/heuristics_h100.h`` are fitted by these figures.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from statistics import median
 from typing import NamedTuple
 from unittest import mock
 
+import numpy as np
 import torch
 from case_options import DTYPES, add_case_options, cases_of
 from kernel import make_inputs, size_of
@@ -33,11 +34,10 @@ from result_file import plain_settings, write_results
 
 from magi_attention.benchmarking.timing import LONG_LEAD_CYCLES, interleaved_us
 from magi_attention.kernels.ffa import backward as ffa_bwd
+from magi_attention.kernels.ffa import plans
 from magi_attention.kernels.ffa.backend import FfaBackend
-from magi_attention.kernels.ffa.schedule import work_tiles
-from magi_attention.kernels.ffa.schedule.select_schedule import BwdSchedule
-from magi_attention.kernels.ffa.schedule.tile_splits import NONE
 from magi_attention.native.ffa import BackwardNeeds, FfaLibrary
+from magi_attention.native.schedule import NONE, BwdSchedule
 
 NOTICED = 0.02  # of 1, from which on a figure is no noise
 CHOSEN = "chosen"
@@ -78,7 +78,7 @@ class Gradients(OurGradients):
 
     @contextmanager
     def _changed(self) -> Iterator[None]:
-        select, prefix, wants_waves = ffa_bwd.select_schedule, FfaLibrary.backward_prefix, work_tiles._wants_waves
+        select, prefix, list_work_tiles = ffa_bwd.select_schedule, FfaLibrary.backward_prefix, plans.with_schedule
 
         def selected(*arguments) -> BwdSchedule:
             schedule = select(*arguments)
@@ -92,15 +92,18 @@ class Gradients(OurGradients):
             self.counts |= made != needs
             return found, made
 
-        def in_waves(*arguments) -> bool:
-            wanted = wants_waves(*arguments)
-            self.counts |= wanted and not self._mode.has_waves
-            return wanted and self._mode.has_waves
+        def listed(words, shape, *arguments):
+            made = list_work_tiles(words, shape, *arguments)
+            if self._mode.has_waves:
+                return made
+            in_order = list_work_tiles(words, shape._replace(keeps_plan_order=True), *arguments)
+            self.counts |= not np.array_equal(in_order, made)
+            return in_order
 
         with (
             mock.patch.object(ffa_bwd, "select_schedule", selected),
             mock.patch.object(FfaLibrary, "backward_prefix", needed),
-            mock.patch.object(work_tiles, "_wants_waves", in_waves),
+            mock.patch.object(plans, "with_schedule", listed),
         ):
             yield
 

@@ -47,14 +47,12 @@ from magi_attention.env import build as env  # noqa: E402
 from magi_attention.kernels.ffa import backward as ffa_bwd  # noqa: E402
 from magi_attention.kernels.ffa.backend import FfaBackend  # noqa: E402
 from magi_attention.kernels.ffa.operands import DTYPES as CODES  # noqa: E402
-from magi_attention.kernels.ffa.schedule.head_splits import head_splits  # noqa: E402
-from magi_attention.kernels.ffa.schedule.select_schedule import BwdSchedule  # noqa: E402
-from magi_attention.kernels.ffa.schedule.simulate import NARROW, WIDE, WIDEST  # noqa: E402
 from magi_attention.native.ffa import FfaLibrary  # noqa: E402
 from magi_attention.native.loader import load  # noqa: E402
+from magi_attention.native.schedule import BwdSchedule  # noqa: E402
 from magi_attention.native.toolchain import FFA_SM90, library_file  # noqa: E402
 
-STEPS = ("chosen", "cleared", str(NARROW), str(WIDE), str(WIDEST))
+STEPS = ("chosen", "cleared", "64", "80", "128")  # queries of an m-block
 
 
 def names_of(files: Sequence[Path]) -> dict[str, Path]:
@@ -97,8 +95,11 @@ def forced_steps(steps: str) -> Iterator[None]:
     def select_schedule(q_shape, v_shape, mask, options, processors) -> BwdSchedule:
         if steps == "cleared":
             return chosen(q_shape, v_shape, mask, options, processors)._replace(first_writer=False)
-        halves = options.deterministic and steps == str(NARROW)
-        return BwdSchedule(int(steps), head_splits(mask, q_shape, v_shape, processors) if halves else 0)
+        if not options.deterministic or steps != "64":
+            return BwdSchedule(int(steps), 0)
+        # With softcap there are m-blocks of 64 alone, so halves of the heads are all that is chosen.
+        narrow = chosen(q_shape, v_shape, mask, replace(options, softcap=1.0), processors)
+        return BwdSchedule(64, narrow.num_head_splits)
 
     if steps != "chosen":
         ffa_bwd.select_schedule = select_schedule

@@ -38,13 +38,13 @@ from magi_attention.config import (
 from magi_attention.kernels.ffa.arrival import Pace
 from magi_attention.kernels.ffa.peer_kv import RemoteKeys, RemoteMask
 from magi_attention.kernels.ffa.plans import PlanShape, table_plan
-from magi_attention.kernels.ffa.schedule.select_schedule import select_schedule
-from magi_attention.kernels.ffa.schedule.work_tiles import WorkTileShape
+from magi_attention.kernels.ffa.schedule import select_schedule
 from magi_attention.kernels.types import AttnOptions
 from magi_attention.meta.fused_layout import FusedLayout
 from magi_attention.meta.plan import Plan
 from magi_attention.meta.planner import PlanOptions, build_plan
 from magi_attention.native.ffa import FfaTile
+from magi_attention.native.schedule import WorkTileShape
 
 HEADS, HEADS_KV, DIM, PROCESSORS = 64, 8, 128, 132
 FRAME = 1560  # tokens that a block-causal mask of video adds at a time

@@ -10,6 +10,7 @@ Each figure is drawn from one value, its content: numbers of a real plan, or box
 from __future__ import annotations
 
 import hashlib
+import heapq
 from collections.abc import Callable
 from typing import Any
 
@@ -29,7 +30,6 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Patch, Rectangle
 
 from magi_attention.api import Mask
-from magi_attention.kernels.ffa.schedule.simulate import starts_of, steps_of_tiles
 from magi_attention.native.tile_plan import TilePlan
 
 INK = "#1f2328"
@@ -156,17 +156,27 @@ CTAS, HEADS_KV, KEYS = 12, 4, 2560
 OVERHEAD = 2  # m-blocks, to begin and end a work tile
 
 
+def starts_of(times: list[float], num_ctas: int) -> list[float]:
+    """When work tiles start, if the CTA that is free first takes the next one."""
+    free_at, starts = [0.0] * num_ctas, []
+    for time in times:
+        starts.append(free_at[0])
+        heapq.heapreplace(free_at, free_at[0] + time)
+    return starts
+
+
 def schedule_content() -> Content:
     """Work tiles of a backward of full documents on 12 CTAs, by position and by cost: (cta, start, length, head)."""
     mask = Mask.varlen([0, 128, 256, 512, 768, 1280, 2560])
     plan = TilePlan.of_table(mask.slices, KEYS, KEYS, 128, 2, is_transposed=True)
-    length = steps_of_tiles(plan, 64).tolist()
+    visits = -(-plan.records[:, 1] // 64) - plan.records[:, 0] // 64
+    length = [int(visits[begin : begin + segments].sum()) for begin, segments in plan.tiles[:, 2:4].tolist()]
     found = []
     for order in (range(len(length)), plan.order.tolist()):
         tiles = [(tile, head) for tile in order for head in range(HEADS_KV)]
-        times = np.array([4 * length[tile] + OVERHEAD for tile, _ in tiles], dtype=float)  # 4 query heads a kv head
-        starts, free, placed = starts_of(times, CTAS), [0.0] * CTAS, []
-        for (_, head), start, time in zip(tiles, starts.tolist(), times.tolist()):
+        times = [4.0 * length[tile] + OVERHEAD for tile, _ in tiles]  # 4 query heads a kv head
+        free, placed = [0.0] * CTAS, []
+        for (_, head), start, time in zip(tiles, starts_of(times, CTAS), times):
             cta = next(c for c in range(CTAS) if free[c] <= start)
             free[cta] = start + time
             placed.append((cta, start, time, head))
@@ -206,7 +216,7 @@ def determinism_content() -> Content:
     blocks = 2 * TILES
     counts = [blocks - 2 * tile for tile in range(TILES)]
     num_ctas = TILES // 2
-    starts = starts_of(np.array(counts, dtype=float), num_ctas).tolist()
+    starts = starts_of(counts, num_ctas)
     times = np.full((TILES, blocks), np.inf)
     for tile, count in enumerate(counts):
         first = blocks - count

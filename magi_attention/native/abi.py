@@ -126,47 +126,6 @@ FFA_FWD_PREFIX_BYTES = FfaFwdParams.q.offset
 FFA_FWD_POINTERS = struct.Struct(f"={len(_POINTERS)}Q")
 
 
-TRAVERSAL_WRAP = 2**12 - 1  # of magi_work_tile
-
-
-class WorkTile(ctypes.Structure):
-    """``magi_work_tile``: 8 int32 words."""
-
-    _fields_ = [
-        *((n, c_int32) for n in ("tile", "head_kv", "split", "num_splits", "m_begin", "m_end", "num_descending")),
-        ("partial", c_int32),
-    ]
-
-
-class WorkListHeader(ctypes.Structure):
-    """``magi_work_list``: 16 int32 words at the start of a work list."""
-
-    _fields_ = [
-        *((n, c_int32) for n in ("num_work_tiles", "num_partials", "num_entries", "num_blocks_at_once", "tile_words")),
-        *((f"words_{n}", c_int32) for n in ("work_tiles", "partials", "left", "blocks", "tiles_of_block", "entries")),
-        ("words_total", c_int32),
-        ("reserved", c_int32 * 4),
-    ]
-
-
-class Partial(ctypes.Structure):
-    """``magi_partial``: 4 int32 words."""
-
-    _fields_ = [(name, c_int32) for name in ("tile", "head_kv", "num_splits", "reserved")]
-
-
-class ListEntry(ctypes.Structure):
-    """``magi_list_entry``: 2 int32 words."""
-
-    _fields_ = [(name, c_int32) for name in ("block", "part")]
-
-
-class ScheduleShape(ctypes.Structure):
-    """``magi_schedule_shape``: 5 int32 words."""
-
-    _fields_ = [(name, c_int32) for name in ("heads_kv", "group", "num_sms", "num_ctas", "block_m")]
-
-
 class Pairs(ctypes.Structure):
     """``magi_pairs``."""
 
@@ -177,7 +136,6 @@ class Pairs(ctypes.Structure):
     ]
 
 
-LIST_SPLITS = 4  # parts of the query heads of a kv head in a work list
 
 
 class FfaBwdParams(ctypes.Structure):
@@ -340,9 +298,12 @@ PLANNER_FUNCTIONS: Functions = {
     "magi_vertex_cover": (c_int32, (c_int32, c_int32, *[c_void_p] * 2, c_int64, *[c_void_p] * 4)),
     "magi_balance_pairs": (c_int32, (c_void_p, c_int64, c_int64, c_void_p)),
     "magi_improve_pairs": (c_int32, (c_void_p, c_int64, c_void_p)),
-    "magi_simulate_starts": (c_int32, (c_void_p, c_int64, c_int32, c_void_p)),
-    "magi_group_tiles": (c_int32, (c_void_p, c_int64, c_int64, c_void_p, c_void_p, I64_PTR)),
-    "magi_bwd_work_list": (c_int32, (c_void_p, c_void_p, c_void_p, c_int64, I64_PTR)),
+    "magi_schedule": (
+        c_int32, (c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_void_p, c_int64, I64_PTR),
+    ),
+    "magi_schedule_room": (c_int64, (c_void_p, c_int64, c_void_p)),
+    "magi_schedule_check": (c_int32, (c_void_p, c_int64, c_int64, c_int32, c_int32)),
+    "magi_waits_check": (c_int32, (c_void_p,)),
 }
 FFA_FUNCTIONS: Functions = {
     "magi_ffa_has_variant": (c_int32, (c_int32, c_int32, c_int32, c_int32)),

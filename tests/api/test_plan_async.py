@@ -19,9 +19,9 @@ from magi_attention.config import DistAttnConfig
 from magi_attention.errors import ContractError
 from magi_attention.functional.ahead import AHEAD, _calls, prepare
 from magi_attention.functional.one_launch.nvlink import FusedAttention
+from magi_attention.kernels.ffa import schedule as schedule_module
 from magi_attention.kernels.ffa.ahead import KernelTiles
 from magi_attention.kernels.ffa.plans import PlanShape, table_plan
-from magi_attention.kernels.ffa.schedule import select_schedule
 from magi_attention.kernels.types import AttnOptions
 from magi_attention.meta import plan as meta_plan
 from magi_attention.meta.fused_layout import FusedLayout
@@ -67,7 +67,7 @@ def test_what_a_call_wants_travels_with_the_pickle(case, seed, monkeypatch):
     prepare(fresh, rank, None if kernels is None else kernels._replace(is_portable=True))
     for owner, name in (
         (meta_plan.Plan, "_make_rank"), (A2AVLayout, "from_spec"), (FusedLayout, "part"), (TilePlan, "build"),
-        (select_schedule, "_choose"),
+        (schedule_module, "_choose"),
     ):  # fmt: skip
         monkeypatch.setattr(owner, name, refuse)
     prepare(plan, rank, kernels)

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -18,13 +19,13 @@ from masks import make_case  # noqa: E402
 
 from magi_attention.kernels import SdpaOnlineBackend  # noqa: E402
 from magi_attention.kernels.ffa import backward as ffa_backward  # noqa: E402
-from magi_attention.kernels.ffa.schedule import work_tiles  # noqa: E402
-from magi_attention.kernels.ffa.schedule.select_schedule import BwdSchedule  # noqa: E402
-from magi_attention.kernels.ffa.schedule.tile_splits import Split  # noqa: E402
+from magi_attention.kernels.ffa import plans  # noqa: E402
 from magi_attention.native.ffa import BackwardNeeds, FfaLibrary  # noqa: E402
+from magi_attention.native.schedule import BwdSchedule, Split, WorkTileShape  # noqa: E402
 
 SCHEDULE = BwdSchedule(80, 2, first_writer=True, by_document=True, split=Split(0, 3, 2), direct_dq_store=True)
 NEEDS = BackwardNeeds(128, 0, True, (5, 4))
+SHAPE = WorkTileShape(2, 2, 132, 132)
 
 
 class StandIn(SdpaOnlineBackend):
@@ -41,7 +42,7 @@ class StandIn(SdpaOnlineBackend):
     def backward_final(self, x):
         schedule = ffa_backward.select_schedule(x.q.shape, x.v.shape, x.mask, x.options, 132)
         needs = FfaLibrary.backward_prefix(SimpleNamespace())[1]
-        self.calls.append((schedule, needs, work_tiles._wants_waves(None, None)))
+        self.calls.append((schedule, needs, plans.with_schedule(np.zeros(4), SHAPE)[0] == 1))
         return self.backward(x)
 
 
@@ -49,7 +50,7 @@ class StandIn(SdpaOnlineBackend):
 def chosen(monkeypatch):
     monkeypatch.setattr(ffa_backward, "select_schedule", lambda *_: SCHEDULE)
     monkeypatch.setattr(FfaLibrary, "backward_prefix", lambda *_, **__: (b"", NEEDS))
-    monkeypatch.setattr(work_tiles, "_wants_waves", lambda *_: True)
+    monkeypatch.setattr(plans, "with_schedule", lambda words, shape, *_: words + (not shape.keeps_plan_order))
 
 
 def call_of(mode: backward_modes.Mode) -> tuple[Gradients, StandIn]:
@@ -77,7 +78,7 @@ def test_each_mode_changes_one_thing_and_puts_it_back(chosen):
         )
         assert noted == (SCHEDULE._replace(**wanted.get(name, {})), needs, name != "waves"), name
         assert call.counts, name
-        assert ffa_backward.select_schedule() is SCHEDULE and work_tiles._wants_waves()
+        assert ffa_backward.select_schedule() is SCHEDULE and plans.with_schedule(np.zeros(4), SHAPE)[0] == 1
 
 
 def test_a_mode_that_is_off_does_not_count(chosen, monkeypatch):
@@ -85,7 +86,7 @@ def test_a_mode_that_is_off_does_not_count(chosen, monkeypatch):
     monkeypatch.setattr(
         FfaLibrary, "backward_prefix", lambda *_, **__: (b"", NEEDS._replace(takes_list=False, tail=(0, 1)))
     )
-    monkeypatch.setattr(work_tiles, "_wants_waves", lambda *_: False)
+    monkeypatch.setattr(plans, "with_schedule", lambda words, *_: words)
     counts = {}
     for name, mode in MODES.items():
         call, _ = call_of(mode)

@@ -18,9 +18,9 @@ from masks import make_case  # noqa: E402
 
 from magi_attention.kernels import AttnOptions, SdpaOnlineBackend  # noqa: E402
 from magi_attention.kernels.ffa import backward as ffa_backward  # noqa: E402
-from magi_attention.kernels.ffa.schedule.select_schedule import BwdSchedule  # noqa: E402
 from magi_attention.native import abi  # noqa: E402
 from magi_attention.native.loader import find  # noqa: E402
+from magi_attention.native.schedule import BwdSchedule  # noqa: E402
 from magi_attention.native.toolchain import FFA_SM90  # noqa: E402
 
 
@@ -97,7 +97,10 @@ def test_each_build_with_steps_of_its_own(on_cpu, files, monkeypatch, capsys):
     header, row = (line.split() for line in capsys.readouterr().out.splitlines())
     assert header[2:] == [n + steps for n in ("old", "new") for steps in ("", "+cleared", "+64", "+80")]
     assert row[-1] == "0.125" and [b.steps for b in made.values()] == [[80, 80, 64, 80]] * 2
-    monkeypatch.setattr(builds, "head_splits", lambda *_: 2)
+    plain = ffa_backward.select_schedule
+    monkeypatch.setattr(
+        ffa_backward, "select_schedule", lambda *a: BwdSchedule(64, 2) if a and a[3].softcap else plain(*a)
+    )
     shapes, slices = ((4096, 64, 128), (4096, 8, 128)), make_case("full", 4096).mask.slices
     chosen = ffa_backward.select_schedule
     forced = ("64", False, BwdSchedule(64, 0)), ("64", True, BwdSchedule(64, 2)), ("80", True, BwdSchedule(80, 0))

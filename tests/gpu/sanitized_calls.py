@@ -18,9 +18,9 @@ from test_ffa_backward_deterministic import CASES
 
 from magi_attention.kernels.ffa import backward as ffa_backward
 from magi_attention.kernels.ffa.backend import FfaBackend
-from magi_attention.kernels.ffa.schedule.select_schedule import BwdSchedule, select_schedule
-from magi_attention.kernels.ffa.schedule.tile_splits import Split
+from magi_attention.kernels.ffa.schedule import select_schedule
 from magi_attention.kernels.types import BackwardOperands, Grads, Operands
+from magi_attention.native.schedule import BwdSchedule, Split
 
 DIMS = ((64, 64), (128, 128), (72, 120), (256, 256))
 # About two work tiles for each SM, so that heads are not split, of tiles that can be split; and of L2 groups of which

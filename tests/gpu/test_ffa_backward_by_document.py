@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Backwards that take up one document after the other: with atomic dq, where the first writer stores, and in
 deterministic mode, with m-blocks of either size; under masks that would not choose it, too. That masks do:
-``tests/kernels/test_select_schedule.py``."""
+``tests/kernels/test_schedule.py``."""
 
 from __future__ import annotations
 
@@ -29,8 +29,9 @@ from test_ffa_backward_split import ranges_on_the_host  # noqa: F401
 
 from magi_attention.kernels.ffa import backward as ffa_backward
 from magi_attention.kernels.ffa.backend import FfaBackend
-from magi_attention.kernels.ffa.schedule.select_schedule import BwdSchedule, select_schedule
+from magi_attention.kernels.ffa.schedule import select_schedule
 from magi_attention.kernels.types import BackwardOperands, Grads
+from magi_attention.native.schedule import BwdSchedule
 from magi_attention.testing import masks
 
 MODES = {

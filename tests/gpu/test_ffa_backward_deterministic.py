@@ -31,7 +31,7 @@ from test_ffa_backward import (  # noqa: F401
 from magi_attention.functional.flex_flash_attn import flex_flash_attn_func
 from magi_attention.kernels.ffa import backward as ffa_backward
 from magi_attention.kernels.ffa.backend import FfaBackend
-from magi_attention.kernels.ffa.schedule.select_schedule import select_schedule
+from magi_attention.kernels.ffa.schedule import select_schedule
 from magi_attention.kernels.types import BackwardOperands, Grads
 from magi_attention.testing import masks
 

@@ -24,9 +24,8 @@ from magi_attention.common.slices import SliceTable
 from magi_attention.errors import ContractError
 from magi_attention.kernels.ffa import backward as ffa_backward
 from magi_attention.kernels.ffa.backend import FfaBackend
-from magi_attention.kernels.ffa.schedule.select_schedule import BwdSchedule
-from magi_attention.kernels.ffa.schedule.tile_splits import Split
 from magi_attention.kernels.types import BackwardOperands, Grads
+from magi_attention.native.schedule import BwdSchedule, Split
 from magi_attention.testing import masks
 
 COUNTERS = 128  # bytes at the start of the workspace

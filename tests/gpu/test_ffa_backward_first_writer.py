@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Backwards in which the first writer of a block of dq stores, with m-blocks of either size: the tests of the others
 once more, where masks would not choose it, too, and with dq written at once where a block has a single contribution.
-That masks do: ``tests/kernels/test_select_schedule.py``."""
+That masks do: ``tests/kernels/test_schedule.py``."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ from test_ffa_backward_deterministic import CASES
 from magi_attention.functional.flex_flash_attn import flex_flash_attn_func
 from magi_attention.kernels.ffa import backward as ffa_backward
 from magi_attention.kernels.ffa.peer_kv import RemoteKeys
-from magi_attention.kernels.ffa.schedule.select_schedule import BwdSchedule
 from magi_attention.kernels.types import Grads
 from magi_attention.native import abi
+from magi_attention.native.schedule import BwdSchedule
 
 
 class Mode(NamedTuple):

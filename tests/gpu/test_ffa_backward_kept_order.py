@@ -28,10 +28,9 @@ from magi_attention.common.plan_cache import PlanCache
 from magi_attention.kernels.ffa import backward as ffa_backward
 from magi_attention.kernels.ffa.backend import FfaBackend
 from magi_attention.kernels.ffa.plans import DEVICE_PLANS, KEPT_ORDERS, Kept, PlanShape, RangePlans, table_plan
-from magi_attention.kernels.ffa.schedule.select_schedule import BwdSchedule
-from magi_attention.kernels.ffa.schedule.tile_splits import Split
 from magi_attention.kernels.types import BackwardOperands, Grads
 from magi_attention.native import abi
+from magi_attention.native.schedule import BwdSchedule, Split
 from magi_attention.testing import masks
 
 MANY = (1337, (96, 24))  # on 132 multiprocessors two work tiles for each, so that tiles may be split

@@ -25,9 +25,9 @@ from magi_attention.common.plan_cache import PlanCache
 from magi_attention.kernels.ffa import backward as ffa_backward
 from magi_attention.kernels.ffa.backend import FfaBackend
 from magi_attention.kernels.ffa.plans import DEVICE_PLANS, Kept, PlanShape, RangePlans, RangeTensors, table_plan
-from magi_attention.kernels.ffa.schedule.select_schedule import BwdSchedule
 from magi_attention.kernels.types import BackwardOperands, Grads
-from magi_attention.native import abi
+from magi_attention.native import schedule_abi
+from magi_attention.native.schedule import BwdSchedule
 from magi_attention.testing import masks
 from magi_attention.testing.uneven import SPLIT_CASES
 
@@ -75,7 +75,7 @@ def list_counts(monkeypatch):
         if not kept.work_list:
             return 0, 0
         words = kept.plan[(kept.work_list - kept.address) // 4 :][:16].cpu().numpy()
-        header = abi.WorkListHeader.from_buffer_copy(words.tobytes())
+        header = schedule_abi.WorkListHeader.from_buffer_copy(words.tobytes())
         return header.num_partials, header.num_work_tiles
 
     monkeypatch.setattr(RangePlans, "plan", note)

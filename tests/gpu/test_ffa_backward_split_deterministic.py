@@ -33,9 +33,9 @@ from test_ffa_backward_deterministic import (
 from magi_attention.errors import ContractError
 from magi_attention.kernels.ffa import backward as ffa_backward
 from magi_attention.kernels.ffa.backend import FfaBackend
-from magi_attention.kernels.ffa.schedule.select_schedule import BwdSchedule, select_schedule
-from magi_attention.kernels.ffa.schedule.tile_splits import Split
+from magi_attention.kernels.ffa.schedule import select_schedule
 from magi_attention.kernels.types import BackwardOperands, Grads
+from magi_attention.native.schedule import BwdSchedule, Split
 from magi_attention.testing import masks
 
 # Queries and keys, query and kv heads: enough work tiles for 132 multiprocessors, so that heads are not split anyway.

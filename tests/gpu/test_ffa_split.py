@@ -21,8 +21,8 @@ from forward_oracle import (
 from test_ffa_forward import DTYPES, attend, check, each_dtype, explicit_backend, options_of, pytestmark  # noqa: F401
 
 from magi_attention.kernels.ffa.backend import FfaBackend
-from magi_attention.kernels.ffa.schedule.forward_splits import ForwardSplits
 from magi_attention.kernels.types import Operands, Partial
+from magi_attention.native.schedule import ForwardSplits
 from magi_attention.testing import masks
 
 DEVICE = "cuda"

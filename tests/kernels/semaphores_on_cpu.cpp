@@ -95,50 +95,6 @@ extern "C" int traverse(int first, int end, int traversal, int shift, int32_t* b
   return count;
 }
 
-extern "C" int shift_of(const int32_t* order, int order_idx, int wave) {
-  return magi::ordered_shift(order, order_idx, wave);
-}
-extern "C" int traversal_of(int flags, int late) {
-  return static_cast<int>(magi::ordered_traversal(flags, late != 0));
-}
-
-// What flags depend on in BwdRowParams, for a plan without words_work_tiles.
-struct Sizes {
-  int32_t total_q, num_tiles, heads_q, heads_kv, heads_per_split, heads_per_l2_group,
-      work_tiles_per_tile, wave, num_ctas, target_tables, dim_blocks, first_writer;
-  int32_t split_begin, split_end, splits_per_split_tile, split_ticks;
-  const int32_t* plan;
-};
-
-// The flags of a plan, and what its schedule is simulated by: late, ends_after, scale and
-// has_second.
-extern "C" int flags_of(const int32_t* sizes, int bands, int others, int contributes_twice,
-                        int32_t* model) {
-  const magi_tile_plan_header plan{};
-  const Sizes p{sizes[0],
-                sizes[1],
-                sizes[2],
-                sizes[3],
-                sizes[4],
-                sizes[5],
-                sizes[6],
-                sizes[7],
-                sizes[8],
-                sizes[9],
-                sizes[10],
-                sizes[11],
-                0,
-                0,
-                1,
-                magi::kTicks,
-                reinterpret_cast<const int32_t*>(&plan)};
-  const int flags = magi::flags_of(p, bands, others, contributes_twice != 0);
-  const magi::ScheduleModel found = magi::schedule_model_of(p, flags);
-  const int words[] = {found.late, found.ends_after, found.scale, found.has_second};
-  std::copy(words, words + 4, model);
-  return flags;
-}
-
 // What items depend on in BwdRowParams.
 struct ItemSizes {
   int32_t heads_q, heads_kv, heads_per_l2_group, dim_blocks;

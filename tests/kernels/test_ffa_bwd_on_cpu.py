@@ -11,16 +11,16 @@ import numpy as np
 import pytest
 import torch
 from hopper_library import HopperOnCpu, hopper_library, hopper_on_cpu, random_dropout
+from schedule_oracle import plan_of
 
 from magi_attention.common.slices import to_dense
 from magi_attention.kernels import SdpaBackend
 from magi_attention.kernels.ffa import backward as ffa_backward
 from magi_attention.kernels.ffa import plans as ffa_plans
-from magi_attention.kernels.ffa.schedule.head_splits import MANY_SEGMENTS, head_splits_in_no_order
-from magi_attention.kernels.ffa.schedule.select_schedule import BwdSchedule
-from magi_attention.kernels.ffa.schedule.simulate import tile_steps
+from magi_attention.kernels.ffa.schedule import select_schedule
 from magi_attention.kernels.reference.operands import delta_with_dlse
 from magi_attention.kernels.types import BackwardOperands, Grads, Operands
+from magi_attention.native.schedule import BwdSchedule
 from magi_attention.testing import masks
 from magi_attention.testing.libraries import planner_or_skip
 
@@ -36,6 +36,15 @@ KINDS = (
     (torch.float16, (72, 120)),
 )
 HEADS = ((4, 2), (5, 1), (3, 3), (8, 2))
+
+
+MANY_SEGMENTS = 4  # of a tile, from which on it is walked head by head
+
+
+def segments_of_tiles(x: Inputs) -> float:
+    """Of a tile of keys, on average."""
+    plan = plan_of(x.slices, len(x.q), len(x.k))
+    return len(plan.records) / len(plan.tiles)
 
 
 @pytest.fixture(scope="module")
@@ -154,8 +163,8 @@ def test_many_segments(hopper, seed):
     slices = [[i * size, (i + 1) * size, j * 120, (j + 1) * 120, 0] for i, j in np.argwhere(seen)]
     dtype, dims = KINDS[seed]
     x = make_inputs(seed, slices, 50 * size, 240, HEADS[seed], dims, dtype, "cpu")
-    assert tile_steps(x.slices, 50 * size, 240).segments >= MANY_SEGMENTS
-    parts = head_splits_in_no_order(x.slices, x.q.shape, x.v.shape, 1 + seed % 3)
+    assert segments_of_tiles(x) >= MANY_SEGMENTS
+    parts = select_schedule(x.q.shape, x.v.shape, x.slices, options_of(x), 1 + seed % 3).num_head_splits
     assert parts == (2 if HEADS[seed] == (8, 2) else 0)
     hopper.use(1 + seed % 3, seed)
     check(hopper, x, seed)
@@ -164,18 +173,18 @@ def test_many_segments(hopper, seed):
 @pytest.mark.parametrize("seed", range(2))
 def test_many_segments_of_listed_work_tiles(hopper, seed, monkeypatch):
     """Few work tiles, which the host lists."""
-    lists, made = [], ffa_plans.work_list
-    monkeypatch.setattr(ffa_plans, "work_list", lambda *a: lists.append(made(*a)) or lists[-1])
+    lists, made = [], ffa_plans.with_schedule
+    monkeypatch.setattr(ffa_plans, "with_schedule", lambda *a: lists.append(a[1].list_block_m) or made(*a))
     monkeypatch.setattr(ffa_backward, "select_schedule", lambda *_: BwdSchedule(64, 0))
     rng, size = np.random.default_rng(seed), 6
     seen = rng.random((45, 3)) < 0.5
     seen[:, 2] &= np.arange(45) < 12
     slices = [[i * size, (i + 1) * size, j * 128, (j + 1) * 128, 0] for i, j in np.argwhere(seen)]
     x = make_inputs(seed, slices, 45 * size, 384, (4, 1), (128, 128), torch.float16, "cpu")
-    assert tile_steps(x.slices, 45 * size, 384).segments >= MANY_SEGMENTS
+    assert segments_of_tiles(x) >= MANY_SEGMENTS
     hopper.use(2, seed)
     check(hopper, x, seed)
-    assert lists
+    assert lists == [64]
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -18,7 +18,7 @@ from magi_attention.common.slices import SliceTable
 from magi_attention.errors import ContractError, UnsupportedError
 from magi_attention.kernels import AttnOptions
 from magi_attention.kernels.ffa.plans import DEVICE_PLANS, KEPT_ORDERS, PlanShape, RangeTensors
-from magi_attention.kernels.ffa.schedule.simulate import _TILE_STEPS
+from magi_attention.kernels.ffa.schedule import _OUTLINES
 from magi_attention.kernels.tables import table_from_tensors
 from magi_attention.kernels.types import BackwardOperands, Operands
 from magi_attention.native.ffa import FfaTile
@@ -175,7 +175,7 @@ def test_bytes_of_a_table_are_those_of_its_plans_and_lists():
 
 def full_bytes(slices, plans, lists) -> int:
     """Bytes of what kernels read, and of the little that the host keeps of a mask."""
-    on_host = reached_bytes(slices.cache.values(_TILE_STEPS), slices.cache.values(HOST_PLANS))
+    on_host = reached_bytes(slices.cache.values(_OUTLINES), slices.cache.values(HOST_PLANS))
     return slices.array.nbytes + sum(p.plan.nbytes for p in plans) + sum(x.words.nbytes for x in lists) + on_host
 
 

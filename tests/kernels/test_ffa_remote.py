@@ -14,10 +14,10 @@ from magi_attention.kernels import AttnOptions
 from magi_attention.kernels.ffa.arrival import Pace
 from magi_attention.kernels.ffa.peer_kv import TILE, RemoteKeys, RemoteMask
 from magi_attention.kernels.ffa.plans import PlanShape
-from magi_attention.kernels.ffa.schedule.work_tiles import WorkTileShape
 from magi_attention.kernels.types import BackwardOperands, Operands
 from magi_attention.native import abi
 from magi_attention.native.ffa import FfaTile
+from magi_attention.native.schedule import WorkTileShape
 from magi_attention.native.tile_plan import TilePlan, transposed
 from magi_attention.testing.libraries import planner_or_skip
 

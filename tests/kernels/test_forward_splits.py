@@ -6,8 +6,27 @@ from __future__ import annotations
 import heapq
 
 import numpy as np
+import pytest
 
-from magi_attention.kernels.ffa.schedule.forward_splits import MOST_PARTS, ForwardSplits, forward_splits
+from magi_attention.common.slices import SliceTable
+from magi_attention.native.schedule import ForwardSplits, forward_splits
+from magi_attention.native.tile_plan import TilePlan
+from magi_attention.testing.libraries import planner_or_skip
+
+MOST_PARTS = 16  # of a work tile
+
+
+@pytest.fixture(scope="module", autouse=True)
+def planner():
+    planner_or_skip()
+
+
+def splits_of(blocks: np.ndarray, head_units: int, sms: int) -> ForwardSplits | None:
+    """Of a plan whose tiles see so many blocks of 128 keys."""
+    rows = [[128 * i, 128 * i + 128, 0, 128 * count, 0] for i, count in enumerate(blocks.tolist())]
+    plan = TilePlan.build(SliceTable(rows), 128 * len(blocks), 128 * int(blocks.max(initial=1)), 128, 2)
+    assert plan.tiles[plan.order, 5].tolist() == sorted(blocks.tolist(), reverse=True)
+    return forward_splits(plan, head_units, sms)
 
 
 def parts_of(blocks: np.ndarray, splits: ForwardSplits | None) -> list[int]:
@@ -39,7 +58,7 @@ def test_the_last_work_tile_ends_sooner():
         blocks = rng.integers(1, 12, tiles)
         blocks[: rng.integers(0, 4)] = rng.integers(1, 2_000)
         blocks = np.sort(blocks)[::-1]
-        splits = forward_splits(blocks, head_units, sms)
+        splits = splits_of(blocks, head_units, sms)
         whole, work = last_end(blocks.tolist(), head_units, sms), parts_of(blocks, splits)
         note = f"seed {seed}: {tiles} tiles, {head_units} head units, {sms} SMs, {splits}"
         assert sum(work) == blocks.sum() and min(work) >= 1, note
@@ -55,7 +74,7 @@ def test_the_last_work_tile_ends_sooner():
 
 
 def test_even_tiles_stay_whole():
-    assert forward_splits(np.full(128, 64), 8, 132) is None
-    assert forward_splits(np.arange(128, 0, -1), 8, 132) is None  # causal
-    assert forward_splits(np.array([], dtype=np.int64), 8, 132) is None
-    assert forward_splits(np.zeros(40, dtype=np.int64), 8, 132) is None
+    assert splits_of(np.full(128, 64), 8, 132) is None
+    assert splits_of(np.arange(128, 0, -1), 8, 132) is None  # causal
+    assert splits_of(np.array([], dtype=np.int64), 8, 132) is None
+    assert splits_of(np.zeros(40, dtype=np.int64), 8, 132) is None

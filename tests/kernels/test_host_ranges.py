@@ -15,12 +15,13 @@ from magi_attention.common.slices import SliceTable
 from magi_attention.errors import ContractError
 from magi_attention.functional.flex_flash_attn import flex_flash_attn_func
 from magi_attention.kernels import AttnOptions
+from magi_attention.kernels.ffa import schedule as schedule_module
 from magi_attention.kernels.ffa.host_ranges import HostRanges
 from magi_attention.kernels.ffa.plans import RangeTensors
-from magi_attention.kernels.ffa.schedule import select_schedule as schedule_module
-from magi_attention.kernels.ffa.schedule.select_schedule import UNKNOWN, BwdSchedule, RecentSchedules
+from magi_attention.kernels.ffa.schedule import UNKNOWN, RecentSchedules
 from magi_attention.kernels.tables import SliceTables, table_from_host_ranges
 from magi_attention.native import abi
+from magi_attention.native.schedule import BwdSchedule
 from magi_attention.testing import masks
 from magi_attention.testing.libraries import planner_or_skip
 from magi_attention.testing.ref_attn import ref_attn_func
@@ -138,7 +139,7 @@ def test_a_mask_that_the_host_does_not_know_takes_the_schedule_of_the_last_one_o
 
 def test_backwards_are_right_with_the_schedule_of_another_mask(monkeypatch):
     """The ranges of every other mask are late."""
-    monkeypatch.setattr(schedule_module, "_first_writer_limits", lambda case: schedule_module._FirstWriterLimits(10**6))
+    monkeypatch.setattr(schedule_module, "_choose", lambda *_: BwdSchedule(64, 0, first_writer=True))
     ffa, simulator = public_backend(monkeypatch)
     modes = []
     for seed in range(8):

@@ -9,9 +9,9 @@ import torch
 from ffa_simulator import CpuRuntime, Simulator
 
 from magi_attention.common.slices import SliceTable
+from magi_attention.kernels.ffa import schedule as schedule_module
 from magi_attention.kernels.ffa.ahead import kept_tables, take_tables
 from magi_attention.kernels.ffa.backend import FfaBackend
-from magi_attention.kernels.ffa.schedule import select_schedule
 from magi_attention.kernels.types import AttnOptions, BackwardOperands, Operands
 from magi_attention.native.tile_plan import TilePlan
 from magi_attention.testing.masks import random_slices
@@ -35,7 +35,7 @@ def test_a_call_makes_nothing_that_was_made_ahead(seed, deterministic, monkeypat
     kernels = ffa.tiles(-1, q.dtype, (4, 2), (16, 16), options)
     kernels.make(other_process, 70, 90, 90)
     take_tables([(slices, *rest) for _, *rest in kept_tables(other_process)])
-    for owner, name in ((TilePlan, "build"), (select_schedule, "_choose")):
+    for owner, name in ((TilePlan, "build"), (schedule_module, "_choose")):
         monkeypatch.setattr(owner, name, refuse)
     out, lse, _ = ffa.forward_final(Operands(q, k, v, slices, options))
     assert torch.equal(out, want[0]) and torch.equal(lse, want[1])

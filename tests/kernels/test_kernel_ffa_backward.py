@@ -20,11 +20,11 @@ from magi_attention.errors import ContractError, MagiError, UnsupportedError
 from magi_attention.functional.flex_flash_attn import flex_flash_attn_func
 from magi_attention.kernels import AttnOptions, Grads, SdpaBackend
 from magi_attention.kernels.ffa import backward as ffa_backward
+from magi_attention.kernels.ffa import schedule as schedule_module
 from magi_attention.kernels.ffa.plans import DEVICE_PLANS, KEPT_ORDERS, RangeTensors
-from magi_attention.kernels.ffa.schedule import select_schedule as schedule_module
-from magi_attention.kernels.ffa.schedule.select_schedule import BwdSchedule
 from magi_attention.kernels.types import BackwardOperands, Operands
 from magi_attention.native import abi
+from magi_attention.native.schedule import BwdSchedule
 from magi_attention.testing import masks
 from magi_attention.testing.libraries import planner_or_skip
 
@@ -394,8 +394,8 @@ def test_kernels_in_which_the_first_writer_stores_wait_for_no_other(monkeypatch)
 )
 def test_long_masks_take_m_blocks_of_80(mask, dims, softcap, block, monkeypatch):
     """Where there are kernels for them and they gain; here they do from four queries a key on."""
-    is_wide = lambda slices, q_shape, *_: q_shape[2] > 64 and slices.area >= 4 * 32  # noqa: E731
-    monkeypatch.setattr(schedule_module, "select_block_m", lambda *a: 80 if is_wide(*a) else 64)
+    is_wide = lambda slices, *rest: rest[5] and rest[0][2] > 64 and slices.area >= 4 * 32  # noqa: E731
+    monkeypatch.setattr(schedule_module, "_choose", lambda *a: BwdSchedule(80 if is_wide(*a) else 64, 0))
     ffa, simulator = backend()
     case = Case(mask.slices, 32, 32, AttnOptions(0.3, softcap=softcap), dims=dims)
     ranges = RangeTensors(*case.slices.tensors())  # these take the schedule of the last mask that the host knew

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the backward is divided into work tiles, by the library's own code compiled for the CPU: Python that follows the
-same rules, and what its workspace holds."""
+"""How the backward is divided into work tiles, by the library's own code compiled for the CPU: what is chosen can be
+done, and what its workspace holds."""
 
 from __future__ import annotations
 
@@ -10,15 +10,13 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from semaphore_model import Schedule, schedule_of
+from schedule_oracle import NARROW, TILE, WIDE
 
 from magi_attention.common.mask import Mask
 from magi_attention.kernels import AttnOptions
-from magi_attention.kernels.ffa.schedule.select_schedule import select_schedule
-from magi_attention.kernels.ffa.schedule.simulate import NARROW, TILE, WIDE, fewest_whole
-from magi_attention.kernels.ffa.schedule.tile_splits import NONE
-from magi_attention.kernels.ffa.schedule.work_tiles import WorkTileShape, heads_per_l2_group
+from magi_attention.kernels.ffa.schedule import select_schedule
 from magi_attention.native import abi
+from magi_attention.native.schedule import NONE
 from magi_attention.testing.libraries import compiled_or_skip, csrc_or_skip, planner_or_skip
 
 SOURCE = Path(__file__).with_name("layout_on_cpu.cpp")
@@ -62,31 +60,21 @@ def calls(seed: int):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_l2_groups_and_target_tables_are_those_of_the_model(layout_of, seed):
-    """L2 groups, parts of heads and tables of semaphore targets."""
+def test_l2_groups_have_whole_heads(layout_of, seed):
+    """Parts that divide the query heads, no more than are needed for nearly two work tiles for each SM, and groups that
+    are no larger than there are heads; where there are several, those behind the first have targets of their own."""
     tables = set()
     for tokens, (heads, heads_kv), dim, sms in calls(seed):
         found = layout_of(tokens, (heads, heads_kv), dim, abi.DQ_DETERMINISTIC, sms)
-        schedule = schedule_of(tokens, heads_kv, heads // heads_kv, dim, sms)
-        case = (tokens, heads, heads_kv, dim, sms)
-        assert found.num_head_splits * schedule.heads * heads_kv == heads, case
-        assert found.heads_per_l2_group * found.num_head_splits == schedule.kinds, case
-        is_compared = -(-tokens // TILE) <= schedule.most_timed
-        assert found.target_tables == (2 if schedule.l2_groups > 1 and is_compared else 1), case
+        case = (tokens, heads, heads_kv, dim, sms, found)
+        parts, work_tiles = found.num_head_splits, -(-tokens // TILE) * heads_kv * (2 if dim == 256 else 1)
+        smaller = [n for n in range(1, parts) if heads // heads_kv % n == 0]
+        assert heads // heads_kv % parts == 0 and all(work_tiles * n < 19 * sms // 10 for n in smaller), case
+        assert 1 <= found.heads_per_l2_group <= heads_kv, case
+        is_compared = -(-tokens // TILE) <= 1024
+        assert found.target_tables == (2 if found.heads_per_l2_group < heads_kv and is_compared else 1), case
         tables.add(found.target_tables)
     assert tables == {1, 2}
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_lists_have_the_l2_groups_of_the_library(layout_of, seed):
-    """``work_tiles.py`` follows ``bwd_heads_at_once``, and ``fewest_whole`` is from where on heads are not split."""
-    for tokens, (heads, heads_kv), _, sms in calls(seed):
-        tiles, group = -(-tokens // TILE), heads // heads_kv
-        found = layout_of(tokens, (heads, heads_kv), 128, abi.DQ_FIRST_WRITER, sms, block_m=WIDE)
-        is_whole = tiles * heads_kv >= fewest_whole(sms)
-        assert (found.num_head_splits == 1) == (is_whole or group == 1), (tokens, heads, heads_kv, sms)
-        if found.num_head_splits == 1:
-            assert found.heads_per_l2_group == heads_per_l2_group(tiles, WorkTileShape(heads_kv, group, sms, sms))
 
 
 def test_what_a_caller_asks_for(layout_of):
@@ -99,7 +87,8 @@ def test_what_a_caller_asks_for(layout_of):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_tiles_in_work_at_the_start_are_those_of_the_model(library, seed):
+def test_tiles_in_work_at_the_start(library, seed):
+    """Those that have all their work tiles among the first, one for each CTA."""
     rng, met = np.random.default_rng(seed), set()
     for _ in range(500):
         num_ctas, work_tiles, parts = int(rng.choice(SMS)), int(rng.choice((1, 3, 8, 16))), int(rng.choice((2, 4, 8)))
@@ -109,8 +98,8 @@ def test_tiles_in_work_at_the_start_are_those_of_the_model(library, seed):
             dq_mode=abi.DQ_DETERMINISTIC, split_begin=begin, split_end=end, splits_per_split_tile=parts * (end > begin)
         )
         found = library.tiles_at_once(ctypes.byref(params), num_ctas, work_tiles)
-        schedule = Schedule(num_ctas, work_tiles, 8, split=(begin, end, parts))
-        assert max(found, 1) == schedule.wave, (num_ctas, work_tiles, schedule.split)
+        taken = np.cumsum([work_tiles * (parts if begin <= i < end else 1) for i in range(num_ctas + end)])
+        assert found == (taken <= num_ctas).sum(), (num_ctas, work_tiles, begin, end, parts)
         met.add((found > begin) + (found > end))
     assert met == {0, 1, 2}
 

@@ -1,176 +1,167 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Semaphore order of the deterministic backward: no CTA waits for ever, and sums have one order, whichever are slow."""
+"""Semaphore order of the deterministic backward, by its own kernels on the CPU: no CTA waits for ever, and sums have
+one order, whichever are slow."""
 
 from __future__ import annotations
 
+import ctypes
+from pathlib import Path
+from typing import NamedTuple
+
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from semaphore_model import (
-    Schedule,
-    WorkTile,
-    begins_apart,
-    expected_starts,
-    mode_of,
-    run,
-    segments_by_order,
-    work_tiles_of,
-)
+from hopper_library import hopper_library
 
-from magi_attention.kernels.ffa.schedule.work_tiles import MANY_TILES
+from magi_attention.common.mask import Mask
+from magi_attention.common.slices import SliceTable
+from magi_attention.errors import ContractError
+from magi_attention.native import abi
+from magi_attention.native.schedule import WorkTileShape, check_waits, with_schedule
+from magi_attention.native.tile_plan import TilePlan
 from magi_attention.testing import masks
 from magi_attention.testing.libraries import planner_or_skip
 
-TILE, BLOCK, WIDE_BLOCK = 16, 8, 10  # as 128, 64 and 80
+SOURCE = Path(__file__).with_name("semaphore_targets_on_cpu.cpp")
+BY_HEAD, TIMED, IN_WAVES, ALL_DESCENDING, LATER_TARGETS, APART = (1 << n for n in range(6))
 
 
-@pytest.fixture(scope="module", autouse=True)
-def planner():
+class Call(NamedTuple):
+    """``split``: begin and end of the tiles that are split, in the order of the plan, and into how many parts."""
+
+    mask: Mask
+    heads: tuple[int, int]
+    dim: int
+    block_m: int
+    sms: int
+    margin: int = 0
+    split: tuple[int, int, int] = (0, 0, 0)
+    by_document: bool = False
+
+
+class Waits(NamedTuple):
+    steps: np.ndarray
+    counters: np.ndarray
+    targets: np.ndarray
+    num_ctas: int
+    flags: int
+
+
+@pytest.fixture(scope="module")
+def library(compile_folder):
     planner_or_skip()
+    made = hopper_library(compile_folder / "semaphore_targets", SOURCE)
+    made.workspace_bytes.restype, made.assign.restype = ctypes.c_int64, ctypes.c_char_p
+    return made
 
 
-def check(slices, total_q: int, total_k: int, schedule: Schedule, seed: int, block: int = BLOCK) -> tuple[bool, str]:
-    """Two runs with different CTAs slow; the mode that was used."""
-    tiles = segments_by_order(slices, total_q, total_k, TILE, block)
-    work_tiles = work_tiles_of(tiles, schedule)
-    first, second = (run(work_tiles, schedule.ctas, np.random.default_rng([seed, n])) for n in (0, 1))
-    assert first == second, "the order depends on who is slow"
-    contributions = [(u.head, head, at, u.order_idx) for u in work_tiles for head, at in u.steps]
-    assert sorted(contributions) == sorted((*key, order_idx) for key, found in first.items() for order_idx in found)
-    return mode_of(tiles, schedule)
+def waits_of(library, call: Call, seed: int) -> Waits:
+    mask, (heads, heads_kv) = call.mask, call.heads
+    plan = TilePlan.of_table(mask.slices, mask.total_q, mask.total_k, 128, 2, is_transposed=True)
+    words = plan.words
+    if call.by_document:
+        words = with_schedule(words, WorkTileShape(heads_kv, heads // heads_kv, call.sms, call.sms, True))
+    params = abi.FfaBwdParams(
+        total_q=mask.total_q, total_k=mask.total_k, heads_q=heads, heads_kv=heads_kv, head_dim=call.dim,
+        head_dim_v=call.dim, dq_mode=abi.DQ_DETERMINISTIC, block_m=call.block_m, sm_margin=call.margin,
+        split_begin=call.split[0], split_end=call.split[1], splits_per_split_tile=call.split[2],
+    )  # fmt: skip
+    at = ctypes.byref(params)
+    memory = np.empty(library.workspace_bytes(at, call.sms) + 128, dtype=np.uint8)
+    params.plan, params.workspace = words.ctypes.data, memory.ctypes.data + -memory.ctypes.data % 128
+    sizes = np.zeros(2, dtype=np.int64)
+    error = library.assign(at, call.sms, ctypes.c_uint64(seed), ctypes.c_void_p(sizes.ctypes.data))
+    assert error is None, error.decode()
+    steps = np.zeros(sizes[0], dtype=np.int64)
+    counters, targets = np.zeros((2, sizes[1]), dtype=np.int32)
+    library.steps_of(*(ctypes.c_void_p(x.ctypes.data) for x in (steps, counters, targets)))
+    return Waits(steps, counters, targets, max(call.sms - call.margin, 1), library.flags())
 
 
-@settings(max_examples=60, deadline=None, print_blob=True)
-@given(
-    seed=st.integers(0, 2**31),
-    sizes=st.tuples(st.integers(1, 260), st.integers(1, 260)),
-    count=st.integers(1, 30),
-    schedule=st.builds(
-        Schedule,
-        ctas=st.integers(1, 12),
-        kinds=st.integers(1, 3),
-        heads=st.integers(1, 3),
-        most_timed=st.sampled_from((0, 1024)),
-        l2_groups=st.integers(1, 3),
-        last_kinds=st.integers(0, 3),
-        few_heads=st.sampled_from((0, 4)),
-        few_if_kept=st.sampled_from((0, 1, 3)),
-        most_apart=st.sampled_from((0, 1, 2)),
-        traversed=st.sampled_from((0.0, 0.5, 1.5)),
-    ),
-    block=st.sampled_from((BLOCK, WIDE_BLOCK)),
-)
-def test_random_masks(seed, sizes, count, schedule, block):
-    check(masks.random_slices(np.random.default_rng(seed), *sizes, max_slices=count), *sizes, schedule, seed, block)
+def check(library, call: Call, seed: int) -> Waits:
+    print(f"{seed=} {call} {call.mask.slices.array.tolist()[:6]}")
+    waits = waits_of(library, call, seed)
+    check_waits(*waits[:4])
+    blocks = -(-call.mask.total_q // call.block_m)
+    plan = TilePlan.of_table(call.mask.slices, call.mask.total_q, call.mask.total_k, 128, 2, is_transposed=True)
+    low, high = plan.records[:, 0] // call.block_m, -(-plan.records[:, 1] // call.block_m)
+    visits = np.zeros(blocks, dtype=int)
+    for first, end in zip(low, high):
+        visits[first:end] += 1
+    assert np.array_equal(np.bincount(waits.counters, minlength=blocks * call.heads[0]), np.tile(visits, call.heads[0]))
+    return waits
 
 
-@settings(max_examples=40, deadline=None, print_blob=True)
-@given(
-    seed=st.integers(0, 2**31),
-    total=st.integers(1, 400),
-    count=st.integers(1, 12),
-    ctas=st.integers(1, 3 * MANY_TILES),
-    kinds=st.integers(1, 3),
-    heads=st.integers(1, 2),
-)
-def test_work_tiles_that_begin_apart(seed, total, count, ctas, kinds, heads):
-    """One L2 group of work tiles of one or two query heads, whose traversals wrap around."""
-    schedule, rng = Schedule(ctas, kinds, heads, few_if_kept=4, most_apart=2), np.random.default_rng(seed)
-    ends = np.unique(rng.integers(0, total + 1, count))
-    slices = masks.varlen([0, *ends[(ends > 0) & (ends < total)].tolist(), total], int(rng.integers(0, 2)))
-    check(slices.array, total, total, schedule, seed)
-    tiles = segments_by_order(slices.array, total, total, TILE, BLOCK)
-    assert begins_apart(tiles, "timed", schedule)
-    for work_tile in work_tiles_of(tiles, schedule):
-        at = [block for head, block in work_tile.steps if head == 0]
-        assert sum(b > a for a, b in zip(at, at[1:], strict=False)) <= len(tiles[work_tile.order_idx]), "wraps once"
-
-
-@settings(max_examples=60, deadline=None, print_blob=True)
-@given(
-    seed=st.integers(0, 2**31),
-    total=st.integers(1, 400),
-    count=st.integers(1, 30),
-    ctas=st.integers(1, 40),
-    kinds=st.integers(1, 3),
-    heads=st.sampled_from((1, 2, 4)),
-    parts=st.sampled_from((2, 4)),
-    edges=st.tuples(st.integers(0, 26), st.integers(0, 26)),
-    most_timed=st.sampled_from((0, 1024)),
-)
-def test_tiles_that_are_split(seed, total, count, ctas, kinds, heads, parts, edges, most_timed):
-    """Any run of tiles, on masks of any kind: parts of a tile may begin one after the other."""
-    schedule = Schedule(ctas, kinds, heads * parts, most_timed=most_timed, split=(*sorted(edges), parts))
-    rng = np.random.default_rng(seed)
-    if rng.random() < 0.5:
-        ends = np.unique(rng.integers(0, total + 1, count))
-        slices = masks.varlen([0, *ends[(ends > 0) & (ends < total)].tolist(), total], int(rng.integers(0, 2))).array
+def random_call(rng: np.random.Generator) -> Call:
+    total = int(rng.integers(1, 2600))
+    kind = int(rng.integers(0, 4))
+    if kind == 0:
+        rows = masks.random_slices(rng, total, total, max_slices=int(rng.integers(1, 12)))
+        mask = Mask(SliceTable(rows), total, total)
+    elif kind == 1:
+        mask = Mask.sliding_window(total, (int(rng.integers(0, total)), 0))
     else:
-        slices = masks.random_slices(rng, total, total, max_slices=count)
-    check(slices, total, total, schedule, seed)
+        edges = np.unique(rng.integers(0, total + 1, int(rng.integers(1, 8))))
+        inside = edges[(edges > 0) & (edges < total)].tolist()
+        mask = Mask.varlen([0, *inside, total], causal=kind == 2)
+    heads_kv, dim = int(rng.choice((1, 2, 3, 8))), int(rng.choice((64, 128, 128)))
+    block_m = 80 if dim == 128 and rng.random() < 0.5 else 64
+    sms = int(rng.choice((1, 2, 5, 9, 24, 70, 132)))
+    group, split = int(rng.choice((1, 2, 4, 5, 8))), (0, 0, 0)
+    tiles = -(-total // 128)
+    if block_m == 80 and group in (2, 4, 8) and tiles * heads_kv >= 19 * sms // 10 and rng.random() < 0.7:
+        begin, end = sorted(rng.integers(0, tiles + 1, 2).tolist())
+        split = (begin, end, int(rng.choice([n for n in (2, 4, 8) if n <= group]))) if begin < end else split
+    by_document = split[2] == 0 and rng.random() < 0.2
+    margin = int(rng.integers(0, sms)) if rng.random() < 0.3 else 0
+    return Call(mask, (heads_kv * group, heads_kv), dim, block_m, sms, margin, split, by_document)
 
 
-def test_parts_may_have_other_targets():
+@pytest.mark.parametrize("seed", range(60))
+def test_random_masks(library, seed):
+    check(library, random_call(np.random.default_rng(seed)), seed)
+
+
+FAMILIES = {
+    "timed": (Call(Mask.varlen([0, 700, 800, 1500, 2100], causal=True), (16, 4), 128, 64, 24), TIMED),
+    "bands, head by head": (Call(Mask.sliding_window(2000, (300, 0)), (16, 2), 128, 64, 8), BY_HEAD | IN_WAVES),
+    "all descend": (Call(Mask.causal(2100), (8, 8), 64, 64, 132), TIMED | ALL_DESCENDING | APART),
+    "later groups": (Call(Mask.causal(2100), (64, 8), 128, 64, 10), TIMED | LATER_TARGETS),
+    "by document": (
+        Call(Mask.varlen([0, 700, 800, 1500, 2100], causal=True), (32, 4), 128, 64, 24, by_document=True),
+        TIMED | ALL_DESCENDING,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_order_is_met(library, name):
+    call, flags = FAMILIES[name]
+    assert check(library, call, 0).flags == flags
+
+
+def test_tiles_are_ordered_by_number_where_one_contributes_twice(library):
+    rng = np.random.default_rng(0)
+    seen = rng.random((10, 10)) < 0.6
+    rows = [[i * 24, i * 24 + 24, j * 12, j * 12 + 12, 0] for i, j in np.argwhere(seen)]
+    waits = check(library, Call(Mask(SliceTable(np.array(rows)), 240, 120), (8, 2), 128, 64, 4), 0)
+    assert not waits.flags & (TIMED | IN_WAVES)
+
+
+def test_parts_may_have_other_targets(library):
     """Those of a tile that begin when others end, one after the other."""
-    tiles = segments_by_order(masks.varlen([0, 90, 100, 300, 400], 1).array, 400, 400, TILE, BLOCK)
-    work_tiles = work_tiles_of(tiles, Schedule(6, 1, 8, split=(3, 9, 2)))
-    targets = [(u.order_idx, {(at, target) for (_, at), target in zip(u.steps, u.targets)}) for u in work_tiles]
-    pairs = list(zip(targets[3:15:2], targets[4:15:2]))
-    assert len(work_tiles) == len(tiles) + 6 and all(a[0] == b[0] for a, b in pairs)
-    assert any(a[1] != b[1] for a, b in pairs)
-    wholes = targets[:3] + targets[15:]
-    assert any(len({at for at, _ in found}) < len(found) for _, found in wholes), "one for each part of its heads"
-
-
-def test_every_mode_of_the_order_is_met():
-    total, found = 400, set()
-    families = {
-        "timed": masks.varlen([0, 90, 100, 300, 400], 1),
-        "waves of bands": masks.sliding_window(total, 60),
-        "tiles": masks.random_slices(np.random.default_rng(3), total, total, max_slices=40),
-    }
-    schedules = (
-        Schedule(7, 1, 2),
-        Schedule(8, 2, 2, l2_groups=2),
-        Schedule(30, 2, 1),
-        Schedule(6, 2, 2, l2_groups=3, last_kinds=1),
-        Schedule(5, 1, 1, most_timed=0, l2_groups=2),
+    mask = Mask.varlen([0, 700, 800, 2000, 2500])
+    whole, split = (
+        check(library, Call(mask, (16, 2), 128, 80, 12, split=split), 0) for split in ((0, 0, 0), (4, 12, 2))
     )
-    for seed, slices in enumerate(families.values()):
-        for schedule in schedules:
-            for block in (BLOCK, WIDE_BLOCK):
-                found.add(check(getattr(slices, "array", slices), total, total, schedule, seed, block))
-    assert {mode for _, mode in found} == {"timed", "waves", "tiles"} and (True, "waves") in found
+    assert len(split.steps) == len(whole.steps) + 8 * 2
+    assert sorted(split.counters.tolist()) == sorted(whole.counters.tolist())
+    assert split.targets.tolist() != whole.targets.tolist()
 
 
-def test_later_l2_groups_have_targets_of_their_own():
-    """Where work tiles traverse in both directions: those behind the first begin at other times."""
-    tiles = segments_by_order(masks.varlen([0, 90, 100, 300, 400], 1).array, 400, 400, TILE, BLOCK)
-    work_tiles = work_tiles_of(tiles, Schedule(6, 2, 2, l2_groups=3, last_kinds=1))
-    targets = [{(u.order_idx, u.head % 2): u.targets for u in work_tiles if u.head // 2 == group} for group in range(3)]
-    assert targets[0] != targets[1]
-    assert targets[2] == {key: targets[1][key] for key in targets[2]} and len(targets[2]) == len(tiles)
-    one_way = Schedule(16, 2, 1, l2_groups=2)
-    assert one_way.is_one_way and len(expected_starts(tiles, "timed", False, one_way)) == 1
-
-
-def test_a_wrong_order_is_found():
-    """Two work tiles start with a block at which the other has the first target."""
-    blocks = ((0, 0), (0, 1))
-    circle = [WorkTile(0, 0, blocks, (1, 0)), WorkTile(1, 0, blocks[::-1], (1, 0))]
-    with pytest.raises(AssertionError, match="waits for another"):
-        run(circle, 2, np.random.default_rng(0))
-
-
-def test_work_tiles_taken_before_the_last_one_is_added_may_wait_in_a_circle():
-    """As the kernel once took them: the work tile that a CTA waits for may be the one that it has in hand."""
-    tiles = segments_by_order(np.array([[0, 200, 0, 200, 1]]), 200, 200, TILE, BLOCK)
-    work_tiles, stuck = work_tiles_of(tiles, Schedule(5, 1, 1)), 0
-    for seed in range(20):
-        run(work_tiles, 5, np.random.default_rng(seed))
-        try:
-            run(work_tiles, 5, np.random.default_rng(seed), early=3)
-        except AssertionError:
-            stuck += 1
-    assert stuck
+def test_a_work_tile_that_is_taken_too_early_is_found(library):
+    """In the opposite order some wait for work tiles that no CTA takes."""
+    waits = waits_of(library, FAMILIES["timed"][0], 0)
+    begin = np.concatenate([[0], np.cumsum(waits.steps)])
+    backwards = np.concatenate([np.arange(begin[i], begin[i + 1]) for i in range(len(waits.steps))[::-1]])
+    with pytest.raises(ContractError, match="waits for ever"):
+        check_waits(waits.steps[::-1], waits.counters[backwards], waits.targets[backwards], waits.num_ctas)

@@ -3,30 +3,25 @@
 
 from __future__ import annotations
 
-import heapq
-from collections import OrderedDict
-
 import numpy as np
 import pytest
 import torch
 from ffa_simulator import backend, memory, plan_at
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from schedule_oracle import end_of, misses, plan_of, steps_of
 from test_kernel_ffa_backward import Case
 
 from magi_attention.common.mask import Mask
 from magi_attention.common.slices import SliceTable
 from magi_attention.kernels import AttnOptions
+from magi_attention.kernels.ffa import schedule as schedule_module
 from magi_attention.kernels.ffa.arrival import Pace, backward_order, there_at
 from magi_attention.kernels.ffa.plans import RangeTensors
-from magi_attention.kernels.ffa.schedule import select_schedule as schedule_module
-from magi_attention.kernels.ffa.schedule import work_tiles as work_tiles_module
-from magi_attention.kernels.ffa.schedule.simulate import WIDE, blocks_of_tiles, starts_of
-from magi_attention.kernels.ffa.schedule.work_list import ListShape, work_list
-from magi_attention.kernels.ffa.schedule.work_tiles import WorkTileShape, heads_per_l2_group, with_work_tiles
 from magi_attention.kernels.types import BackwardOperands
-from magi_attention.native.abi import TRAVERSAL_WRAP
-from magi_attention.native.tile_plan import TilePlan, transposed
+from magi_attention.native.schedule import BwdSchedule, WorkTileShape, check_schedule, with_schedule
+from magi_attention.native.schedule_abi import TRAVERSAL_WRAP
+from magi_attention.native.tile_plan import TilePlan
 from magi_attention.testing.libraries import planner_or_skip
 from magi_attention.testing.masks import random_slices
 
@@ -36,10 +31,6 @@ FEW = WorkTileShape(heads_kv=3, group=8, num_sms=40, num_ctas=40)
 @pytest.fixture(scope="module", autouse=True)
 def planner():
     planner_or_skip()
-
-
-def plan_of(slices, total_q: int, total_k: int) -> TilePlan:
-    return TilePlan.build(transposed(slices, total_q, total_k), total_k, total_q, 128, 2)
 
 
 def work_tiles_of(words: np.ndarray, heads_kv: int) -> np.ndarray:
@@ -60,47 +51,8 @@ def is_complete(work_tiles: np.ndarray, num_tiles: int, heads_kv: int) -> bool:
     return sorted(map(tuple, work_tiles[:, :2].tolist())) == sorted(map(tuple, every.tolist()))
 
 
-def blocks_of(plan: TilePlan, tile: int, descending: int) -> list[int]:
-    """In the order in which the kernel visits them."""
-    visited: list[int] = []
-    begin, segments = plan.tiles[tile, 2:4].tolist()
-    for low, high in plan.records[begin : begin + segments, :2].tolist():
-        blocks = list(range(low // WIDE, -(-high // WIDE)))
-        back = min(blocks[0] if descending == TRAVERSAL_WRAP else descending, len(blocks))
-        visited += blocks[::-1][:back] + blocks[: len(blocks) - back]
-    return visited
-
-
-def misses(plan: TilePlan, work_tiles: np.ndarray, num_ctas: int, kept: int) -> float:
-    """How many of the blocks that are visited are not among the last ``kept`` ones; steps take cta in order of
-    time."""
-    waiting = iter(work_tiles.tolist())
-    at_work = [(0.0, cta, iter(()), 0) for cta in range(num_ctas)]
-    cache: OrderedDict[tuple[int, int], None] = OrderedDict()
-    steps = missed = 0
-    while at_work:
-        time, cta, left, head = heapq.heappop(at_work)
-        block = next(left, None)
-        if block is None:
-            work_tile = next(waiting, None)
-            if work_tile is not None:
-                blocks = iter(blocks_of(plan, work_tile[0], work_tile[2]))
-                heapq.heappush(at_work, (time + 0.1, cta, blocks, work_tile[1]))
-            continue
-        steps += 1
-        missed += (head, block) not in cache
-        cache[head, block] = None
-        cache.move_to_end((head, block))
-        if len(cache) > kept:
-            cache.popitem(last=False)
-        heapq.heappush(at_work, (time + 1, cta, left, head))
-    return missed / steps
-
-
-def in_plan_order(words: np.ndarray, shape: WorkTileShape) -> np.ndarray:
-    plan = TilePlan(words)
-    tiles = blocks_of_tiles(plan)
-    return work_tiles_module._in_order(plan, tiles, shape, heads_per_l2_group(len(tiles.first), shape))
+def in_plan_order(plan: TilePlan, shape: WorkTileShape) -> np.ndarray:
+    return work_tiles_of(with_schedule(plan.words, shape._replace(keeps_plan_order=True)), shape.heads_kv)
 
 
 @settings(max_examples=60, deadline=None)
@@ -113,11 +65,11 @@ def test_every_work_tile_once(seed, heads_kv, num_sms, num_ctas):
         slices = np.array([[0, total_q, 0, total_k, 1]])
     plan = plan_of(slices, total_q, total_k)
     shape = WorkTileShape(heads_kv, int(rng.integers(1, 9)), num_sms, min(num_ctas, num_sms))
-    words = with_work_tiles(plan.words, shape)
-    assert (words[: len(plan.words)] != plan.words).sum() <= 1 and len(words) % 4 == 0
-    work_tiles = work_tiles_of(words, heads_kv)
-    assert is_complete(work_tiles, len(plan.tiles), heads_kv), (seed, shape)
-    assert (work_tiles[:, 2] >= 0).all() and (work_tiles[:, 2] <= TRAVERSAL_WRAP).all()
+    for some in (shape, shape._replace(by_document=True), shape._replace(tail=(min(heads_kv, 3), 2))):
+        words = with_schedule(plan.words, some)
+        assert len(words) % 4 == 0 and (some.by_document or (words[: len(plan.words)] != plan.words).sum() <= 1)
+        print(f"{seed=} {some}")
+        check_schedule(words, some, len(plan.words))
 
 
 @pytest.mark.parametrize("tiles", (64, 97, 128, 150))
@@ -125,9 +77,9 @@ def test_causal_traversals_are_in_step(tiles):
     """As long as 24 blocks stay in the cache, next to nothing but the first visits of a wave misses it."""
     total = 128 * tiles
     plan = plan_of(np.array([[0, total, 0, total, 1]]), total, total)
-    listed = work_tiles_of(with_work_tiles(plan.words, FEW), 3)
+    listed = work_tiles_of(with_schedule(plan.words, FEW), 3)
     assert is_complete(listed, tiles, 3)
-    before = misses(plan, in_plan_order(plan.words, FEW), FEW.num_ctas, 24)
+    before = misses(plan, in_plan_order(plan, FEW), FEW.num_ctas, 24)
     now = misses(plan, listed, FEW.num_ctas, 24)
     assert now <= before and now < 0.22, (before, now)
 
@@ -135,8 +87,8 @@ def test_causal_traversals_are_in_step(tiles):
 def test_many_waves_win_most():
     total = 128 * 150
     plan = plan_of(np.array([[0, total, 0, total, 1]]), total, total)
-    before = misses(plan, in_plan_order(plan.words, FEW), FEW.num_ctas, 24)
-    now = misses(plan, work_tiles_of(with_work_tiles(plan.words, FEW), 3), FEW.num_ctas, 24)
+    before = misses(plan, in_plan_order(plan, FEW), FEW.num_ctas, 24)
+    now = misses(plan, work_tiles_of(with_schedule(plan.words, FEW), 3), FEW.num_ctas, 24)
     assert before > 2 * now, (before, now)
 
 
@@ -146,8 +98,8 @@ def test_where_much_fits_nothing_needs_to_be_in_step(heads_kv, group, is_worth_i
     total = 128 * 128
     plan = plan_of(np.array([[0, total, 0, total, 1]]), total, total)
     shape = WorkTileShape(heads_kv, group, 40, 40)
-    work_tiles = work_tiles_of(with_work_tiles(plan.words, shape), heads_kv)
-    assert np.array_equal(work_tiles, in_plan_order(plan.words, shape)) != is_worth_it
+    work_tiles = work_tiles_of(with_schedule(plan.words, shape), heads_kv)
+    assert np.array_equal(work_tiles, in_plan_order(plan, shape)) != is_worth_it
 
 
 @pytest.mark.parametrize(
@@ -162,8 +114,8 @@ def test_where_much_fits_nothing_needs_to_be_in_step(heads_kv, group, is_worth_i
 def test_others_keep_the_order_of_the_plan(mask, tiles):
     total = 128 * tiles
     plan = plan_of(mask.slices, total, total)
-    work_tiles = work_tiles_of(with_work_tiles(plan.words, FEW), 3)
-    assert np.array_equal(work_tiles, in_plan_order(plan.words, FEW))
+    work_tiles = work_tiles_of(with_schedule(plan.words, FEW), 3)
+    assert np.array_equal(work_tiles, in_plan_order(plan, FEW))
     at_once = min(3, max(1, round(80 / tiles)))
     assert work_tiles[: at_once * tiles : at_once, 0].tolist() == plan.order.tolist()
     parts = next((n for n in (1, 2, 4, 8) if n * tiles * 3 >= 76), 8)
@@ -179,7 +131,7 @@ def test_a_first_order_is_that_of_the_first_l2_group():
     words = backward_order(plan.words.copy(), pace, arrivals, base)
     own = words[TilePlan(words).header.words_first_order :][:tiles]
     assert own.tolist() != plan.order.tolist()
-    work_tiles = work_tiles_of(with_work_tiles(words, FEW, there_at(128, pace, arrivals, base)), 3)
+    work_tiles = work_tiles_of(with_schedule(words, FEW, there_at(128, pace, arrivals, base)), 3)
     assert work_tiles[:tiles, 0].tolist() == own.tolist() and (work_tiles[:tiles, 1] == 0).all()
     assert work_tiles[tiles : 2 * tiles, 0].tolist() == plan.order.tolist() and is_complete(work_tiles, tiles, 3)
 
@@ -191,7 +143,7 @@ def test_the_first_wave_begins_with_what_is_there(local):
     plan = plan_of(np.array([[0, total, 0, total, 1]]), total, total)
     when = np.full(tiles, 1e-3)
     when[list(local)] = -np.inf
-    work_tiles = work_tiles_of(with_work_tiles(plan.words, FEW, when), 3)
+    work_tiles = work_tiles_of(with_schedule(plan.words, FEW, when), 3)
     begin = work_tiles[: FEW.num_ctas]
     assert (begin[:, 1] == 0).all() and np.isinf(when[begin[:, 0]]).sum() == (35 if local[0] == 40 else FEW.num_ctas)
     assert is_complete(work_tiles, tiles, 3)
@@ -204,10 +156,10 @@ def test_empty_tiles_begin():
     slices = np.array([[0, total, 0, total, 1]])
     moved = np.array([[0, 6400, 0, 6400, 1], [6400, total, 0, 6400, 0], [6400, total, 6528, total + 128, 1]])
     plan, apart = plan_of(slices, total, total), plan_of(moved, total, total + 128)
-    work_tiles = work_tiles_of(with_work_tiles(apart.words, FEW), 3)
+    work_tiles = work_tiles_of(with_schedule(apart.words, FEW), 3)
     assert is_complete(work_tiles, tiles, 3) and work_tiles[:3].tolist() == [[50, head, 0] for head in range(3)]
     behind = work_tiles[3:] - np.outer(work_tiles[3:, 0] > 50, [1, 0, 0])
-    listed = work_tiles_of(with_work_tiles(plan.words, FEW), 3)
+    listed = work_tiles_of(with_schedule(plan.words, FEW), 3)
     assert abs(misses(apart, work_tiles, FEW.num_ctas, 24) - misses(plan, listed, FEW.num_ctas, 24)) < 0.02
     assert sorted(behind[:, 0].tolist()) == sorted(listed[:, 0].tolist())
 
@@ -220,25 +172,14 @@ def test_l2_groups_of_heads(tiles, heads):
     total = 128 * tiles
     plan = plan_of(np.array([[0, total, 0, total, 1]]), total, total)
     shape = WorkTileShape(8, 8, 132, 132)
-    work_tiles = work_tiles_of(with_work_tiles(plan.words, shape), 8)
+    work_tiles = work_tiles_of(with_schedule(plan.words, shape), 8)
     ends = np.cumsum(heads)
     assert [sorted(set(part[:, 1].tolist())) for part in np.split(work_tiles, ends[:-1] * tiles)] == [
         list(range(end - count, end)) for end, count in zip(ends.tolist(), heads)
     ]
-    counts = blocks_of_tiles(plan).count[work_tiles[:, 0]]
-    end = max(starts_of(counts, 132) + counts)
+    counts = steps_of(plan)[work_tiles[:, 0]]
+    end = end_of(counts.tolist(), 132)
     assert end < 1.12 * counts.sum() / 132, end / (counts.sum() / 132)
-
-
-def test_groups_fill_a_round_of_the_clock():
-    total = 128 * 100
-    tiles = blocks_of_tiles(plan_of(np.array([[0, total, 0, total, 1]]), total, total))
-    tile, group, batch = work_tiles_module._tile_groups(tiles)
-    assert sorted(tile.tolist()) == list(range(100)) and (np.diff(group) >= 0).all() and (np.diff(batch) >= 0).all()
-    filled = batch == batch[0]
-    assert filled.sum() in (50, 51) and len(np.unique(batch)) <= 2 and len(batch) <= 51
-    count = np.bincount(group, tiles.count[tile])
-    assert (abs(count[filled] - tiles.blocks) <= work_tiles_module._SLACK).all()
 
 
 def test_what_fills_no_round_comes_together():
@@ -246,18 +187,10 @@ def test_what_fills_no_round_comes_together():
     total_q, many = 6400, 100 * 128
     slices = np.array([[0, total_q, 0, total_q, 1], [2560, total_q, total_q, total_q + many, 0]])
     plan = plan_of(slices, total_q, total_q + many)
-    tiles, shape = blocks_of_tiles(plan), WorkTileShape(3, 8, 20, 20)
-    tile, group, batch = work_tiles_module._tile_groups(tiles)
-    _, which, sizes = np.unique(batch, return_inverse=True, return_counts=True)
-    largest = which == 1 + np.argmax(sizes[1:])  # the first ones fill a wave
-    alike = [tile[group == number].tolist() for number in np.flatnonzero(largest)]
-    assert [len(group) for group in alike].count(1) > 60, "some fill a round with a short one"
-    work_tiles = work_tiles_of(with_work_tiles(plan.words, shape), 3)
-    alone = {group[0] for group in alike}
-    at = [i for i, (tile, *_) in enumerate(work_tiles.tolist()) if tile in alone]
+    shape = WorkTileShape(3, 8, 20, 20)
+    work_tiles = work_tiles_of(with_schedule(plan.words, shape), 3)
     assert is_complete(work_tiles, len(plan.tiles), 3)
-    assert at[-1] - at[0] < len(at) + 2 * shape.num_ctas, "but for the waves that they begin and end with"
-    before = misses(plan, in_plan_order(plan.words, shape), shape.num_ctas, 24)
+    before = misses(plan, in_plan_order(plan, shape), shape.num_ctas, 24)
     now = misses(plan, work_tiles, shape.num_ctas, 24)
     assert now < before / 1.5, (before, now)
 
@@ -267,8 +200,8 @@ def test_what_fills_no_round_comes_together():
 )
 def test_the_kernel_gets_a_list(options, monkeypatch):
     """With m-blocks of 80, here from 4 queries a key on, and atomic dq; there are four SMs."""
-    is_wide = lambda slices, q_shape, *_: q_shape[2] > 64 and slices.area >= 4 * 32  # noqa: E731
-    monkeypatch.setattr(schedule_module, "select_block_m", lambda *a: 80 if is_wide(*a) else 64)
+    choose = lambda slices, *_: BwdSchedule(80 if slices.area >= 4 * 32 else 64, 0)  # noqa: E731
+    monkeypatch.setattr(schedule_module, "_choose", choose)
     ffa, simulator = backend()
     slices = [Mask.causal(32).slices, Mask.varlen(list(range(0, 33, 2))).slices]
     for known in slices:
@@ -297,7 +230,7 @@ def test_work_tiles_at_the_end_are_split_as_the_library_asks(seed):
     num_tail = int(rng.integers(0, num_work_tiles + 1))
     shape = WorkTileShape(heads, 8, 40, 40, by_document=bool(seed % 2))
     whole, split = (
-        with_work_tiles(plan.words, shape._replace(tail=tail))[len(plan.words) :].reshape(-1, 8)
+        with_schedule(plan.words, shape._replace(tail=tail))[len(plan.words) :].reshape(-1, 8)
         for tail in ((0, 1), (num_tail, parts))
     )
     kept = num_work_tiles - num_tail
@@ -313,7 +246,7 @@ def test_work_tiles_at_the_end_are_split_as_the_library_asks(seed):
 @pytest.mark.parametrize("margin", (0, 3))
 def test_a_call_that_takes_a_work_list_gets_one_where_the_host_knows_the_mask(margin, monkeypatch):
     """The list has the call's heads, and as many CTAs as the call may use of four SMs."""
-    monkeypatch.setattr(schedule_module, "select_block_m", lambda *_: 80)
+    monkeypatch.setattr(schedule_module, "_choose", lambda *_: BwdSchedule(80, 0))
     ffa, simulator = backend()
     simulator.takes_list = True
     case = Case(Mask.causal(32).slices, 32, 32, AttnOptions(0.3, sm_margin=margin), heads=(8, 2), dims=(128, 128))
@@ -323,10 +256,10 @@ def test_a_call_that_takes_a_work_list_gets_one_where_the_host_knows_the_mask(ma
     known, unknown = simulator.backward_calls
     plan = plan_at(known.plan)
     assert known.block_m == 80 and plan.header.words_work_tiles == 0 and unknown.work_list is None
-    wanted = work_list(plan, ListShape(2, 4, 4, 4 - margin, 80))
+    wanted = with_schedule(plan.words, WorkTileShape(2, 4, 4, 4 - margin, list_block_m=80))[len(plan.words) :]
     assert np.array_equal(memory(known.work_list, (len(wanted),), (1,), np.int32), wanted)
 
 
 def test_a_list_needs_no_tiles():
-    words = with_work_tiles(plan_of(SliceTable([]), 10, 300).words, FEW)
+    words = with_schedule(plan_of(SliceTable([]), 10, 300).words, FEW)
     assert is_complete(work_tiles_of(words, 3), 3, 3)

@@ -26,10 +26,11 @@ magi_status magi_vertex_cover(int32_t, int32_t, const int64_t*, const int64_t*, 
                               const int32_t*, uint8_t*, uint8_t*) { return MAGI_OK; }
 magi_status magi_balance_pairs(const magi_pairs*, int64_t, int64_t, int64_t*) { return MAGI_OK; }
 magi_status magi_improve_pairs(const magi_pairs*, int64_t, int64_t*) { return MAGI_OK; }
-magi_status magi_simulate_starts(const double*, int64_t, int32_t, double*) { return MAGI_OK; }
-magi_status magi_group_tiles(const int64_t*, int64_t, int64_t, int64_t*, int64_t*, int64_t*) { return MAGI_OK; }
-magi_status magi_bwd_work_list(const int32_t*, const magi_schedule_shape*, int32_t*, int64_t, int64_t*) {
-  return MAGI_OK; }
+magi_status magi_schedule(const int32_t*, int64_t, const magi_schedule_problem*, magi_schedule_choice*, const double*,
+                          int32_t*, int64_t, int64_t*) { return MAGI_OK; }
+int64_t magi_schedule_room(const int32_t*, int64_t, const magi_schedule_problem*) { return 0; }
+magi_status magi_schedule_check(const int32_t*, int64_t, int64_t, int32_t, int32_t) { return MAGI_OK; }
+magi_status magi_waits_check(const magi_waits*) { return MAGI_OK; }
 const char* magi_last_error(void) { return "too small"; }
 int32_t magi_abi_version(void) { return VERSION; }
 int not_exported(void) { return 1; }

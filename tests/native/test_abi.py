@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from magi_attention.native import abi, index_abi
+from magi_attention.native import abi, index_abi, schedule_abi
 from magi_attention.testing.waiting import DEADLINE_S
 
 INCLUDE = Path(__file__).resolve().parents[2] / "csrc" / "include"
@@ -31,11 +31,13 @@ STRUCTS = {
     "magi_ffa_index_sum_params": index_abi.IndexSumParams,
     "magi_ffa_index_prepare_params": index_abi.IndexPrepareParams,
     "magi_symm_buffer": abi.SymmBuffer,
-    "magi_work_tile": abi.WorkTile,
-    "magi_work_list": abi.WorkListHeader,
-    "magi_partial": abi.Partial,
-    "magi_list_entry": abi.ListEntry,
-    "magi_schedule_shape": abi.ScheduleShape,
+    "magi_work_tile": schedule_abi.WorkTile,
+    "magi_work_list": schedule_abi.WorkListHeader,
+    "magi_partial": schedule_abi.Partial,
+    "magi_list_entry": schedule_abi.ListEntry,
+    "magi_schedule_problem": schedule_abi.ScheduleProblem,
+    "magi_schedule_choice": schedule_abi.ScheduleChoice,
+    "magi_waits": schedule_abi.Waits,
     "magi_pairs": abi.Pairs,
     "magi_symm_put_params": abi.SymmPutParams,
     "magi_symm_unpack_params": abi.SymmUnpackParams,
@@ -49,8 +51,8 @@ CONSTANTS = {
     "MAGI_SYMM_REDUCE_ROWS": abi.SYMM_REDUCE_ROWS,
     "MAGI_SYMM_FAILED_SIGNAL": abi.SYMM_FAILED_SIGNAL,
     "MAGI_ABI_VERSION": abi.ABI_VERSION,
-    "MAGI_TRAVERSAL_WRAP": abi.TRAVERSAL_WRAP,
-    "MAGI_LIST_SPLITS": abi.LIST_SPLITS,
+    "MAGI_TRAVERSAL_WRAP": schedule_abi.TRAVERSAL_WRAP,
+    "MAGI_LIST_SPLITS": schedule_abi.LIST_SPLITS,
     "MAGI_OK": abi.OK,
     "MAGI_INVALID_ARGUMENT": abi.INVALID_ARGUMENT,
     "MAGI_UNSUPPORTED": abi.UNSUPPORTED,

@@ -6,8 +6,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from magi_attention.kernels.ffa import backend as ffa_backend
 from magi_attention.kernels.ffa.backend import FfaBackend
+from magi_attention.kernels.ffa.libraries import FfaLibraries
 from magi_attention.kernels.reference.sdpa_online import SdpaOnlineBackend
 from magi_attention.kernels.registry import Registry
 from magi_attention.kernels.types import AttnOptions, Problem
@@ -61,7 +61,7 @@ def test_the_backend_asks_for_the_family_of_the_gpu(capability, monkeypatch):
         def why_not(self, *_):
             return None
 
-    monkeypatch.setattr(ffa_backend.FfaLibraries, "find", lambda family: asked.append(family.name) or Libraries(family))
+    monkeypatch.setattr(FfaLibraries, "find", lambda family: asked.append(family.name) or Libraries(family))
     problem = Problem("cuda", torch.bfloat16, 8, 2, 128, 128, AttnOptions(0.1), capability=capability)
     for portable, name in zip((False, True), TABLE[capability]):
         chosen, why = Registry((FfaBackend(portable=portable), SdpaOnlineBackend())).select(problem)

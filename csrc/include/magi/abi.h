@@ -359,18 +359,6 @@ MAGI_EXPORT magi_status magi_tile_strips_host(const int32_t* slices, int64_t num
                                               int32_t tile_tokens, int32_t* strips,
                                               int64_t* num_strips);
 
-/* When work tiles start that take so long and are taken up in this order by the CTA of `num_ctas`
- * that is free first. */
-MAGI_EXPORT magi_status magi_simulate_starts(const double* times, int64_t num_work_tiles,
-                                             int32_t num_ctas, double* starts);
-
-/* Tiles that follow one another, by the blocks that they visit, those with none left out: the
- * longest that is left, and behind it the longest that still fit into what is left of `period`
- * blocks, and so on. tiles and groups, num_tiles each: the tiles in this order and the group of
- * each, from 0; *num_grouped: how many are used. */
-MAGI_EXPORT magi_status magi_group_tiles(const int64_t* blocks, int64_t num_tiles, int64_t period,
-                                         int64_t* tiles, int64_t* groups, int64_t* num_grouped);
-
 /* Least weighted vertex cover of a bipartite graph: of each edge (left[e], right[e]) at least one
  * end is chosen, and the weights of those that are (0 to 2^60 each, 2^62 in all) add up to as
  * little as can be. */

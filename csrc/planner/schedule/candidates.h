@@ -9,18 +9,16 @@
 #include <queue>
 #include <vector>
 
-#include "magi/schedule.h"
-#include "planner/schedule/plan_reader.h"
+#include "planner/schedule/heuristics_h100.h"
+#include "planner/schedule/work_list.h"
 
 namespace magi::schedule {
 
 constexpr int kSplits = MAGI_LIST_SPLITS;
-// Times are in eighths of a step of 64 queries that needs no mask. A step of 80 counts as one; that
-// it takes longer decides nothing.
-constexpr int kStepTime = 8, kMaskedStepTime = 9;
-constexpr int kWorkTileTime = 21;            // to begin and end a work tile
-constexpr int kPartialTime = 1;              // to combine the parts of one
-constexpr int kMostCuts = 2, kMayBeCut = 8;  // of so many longest tiles
+using h100::kMaskedStepTime;
+using h100::kMayBeCut;
+using h100::kStepTime;
+using h100::kWorkTileTime;
 
 // A tile, and how long it takes for all query heads of a kv head, without begin and end.
 struct TimedTile {
@@ -30,7 +28,7 @@ struct TimedTile {
 // The tiles of a plan, the longest first, ties as in the plan.
 class Tiles {
  public:
-  Tiles(const PlanReader& plan, const magi_schedule_shape& shape) : plan_(plan), shape_(shape) {
+  Tiles(const PlanReader& plan, const ListShape& shape) : plan_(plan), shape_(shape) {
     for (int i = 0; i < plan.num_tiles(); ++i) {
       const int tile = plan.order()[i];
       int64_t steps = 0, masked = 0;
@@ -52,6 +50,7 @@ class Tiles {
   int cut(int i) const { return i < static_cast<int>(cuts_.size()) ? cuts_[size_t(i)] : 0; }
   Blocks blocks(int i) const { return plan_.blocks(sorted_[size_t(i)].tile, 0); }
   int heads() const { return shape_.heads_kv; }
+  int block_m() const { return plan_.block_m(); }
   // Tiles of which there may be parts.
   int may_be_split() const { return (size() + 1) / 2; }
 
@@ -63,7 +62,7 @@ class Tiles {
 
  private:
   const PlanReader& plan_;
-  const magi_schedule_shape& shape_;
+  const ListShape& shape_;
   std::vector<TimedTile> sorted_;
   std::vector<int> cuts_;
 };

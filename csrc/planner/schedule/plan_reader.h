@@ -25,16 +25,31 @@ class PlanReader {
         block_m_(block_m) {}
 
   int num_tiles() const { return header_.num_tiles; }
+  int num_queries() const { return header_.total_k; }
+  int num_all_segments() const { return header_.num_segments; }
+  int block_m() const { return block_m_; }
   int num_m_blocks() const { return (header_.total_k + block_m_ - 1) / block_m_; }
   const int32_t* order() const { return plan_ + header_.words_order; }
+  // Of the first L2 group of heads.
+  const int32_t* first_order() const {
+    return header_.words_first_order ? plan_ + header_.words_first_order : order();
+  }
+  const magi_tile_plan_header& header() const { return header_; }
+  int num_key_blocks(int tile) const { return desc(tile).num_blocks; }
 
   int num_segments(int tile) const { return desc(tile).num_segments; }
   const magi_tile_segment& segment(int tile, int i) const {
     return *reinterpret_cast<const magi_tile_segment*>(record(tile, i));
   }
+  // Queries from the first to before the end of a segment: all that an outline of a plan has of
+  // one.
+  Blocks visits(int tile, int i) const {
+    const int32_t* words = record(tile, i);
+    return {words[0], words[1]};
+  }
   Blocks blocks(int tile, int i) const {
-    const magi_tile_segment& s = segment(tile, i);
-    return {s.visit_lo / block_m_, (s.visit_hi + block_m_ - 1) / block_m_};
+    const Blocks v = visits(tile, i);
+    return {v.first / block_m_, (v.end + block_m_ - 1) / block_m_};
   }
 
   // Blocks of a segment that some key does not see whole.

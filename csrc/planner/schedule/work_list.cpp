@@ -7,17 +7,12 @@
 // best split there: each side then runs with the other tiles of its document. Some heads of the
 // longest tiles run beside nothing of their kind, which costs some 20%; it pays where one tile
 // would be at work when all others are through. Heads of shorter tiles fill the gaps.
-#include <exception>
+#include "planner/schedule/work_list.h"
 
 #include "planner/schedule/candidates.h"
-#include "planner/status.h"
 
 namespace magi::schedule {
 namespace {
-
-// SMs at least for each kv head of a tile that fills: with 44 kv heads of 4 query heads filling
-// took 1.2 times as long.
-constexpr int kFewParts = 4, kShortest = 2;
 
 // When the last work tile of a candidate ends and its parts are combined; and what all work tiles
 // take.
@@ -30,30 +25,27 @@ End end_of(const Tiles& tiles, const Candidate& candidate, int num_sms, Late lat
   const std::vector<Row> rows = maker.rows();
   End end;
   for (int64_t time : simulate(rows, num_sms, late)) end.last = std::max(end.last, double(time));
-  end.last += kPartialTime * maker.num_partials();
+  end.last += h100::kPartialTime * maker.num_partials();
   for (const Row& row : rows) end.sum += row.time;
   return end;
 }
 
 Candidate cut(int cuts, const Tiles& tiles) { return {cuts, tiles.size(), 0}; }
 
-// The best of what does not count CTAs that begin late. The factors come from measurements of each
-// candidate on 35 to 100 masks.
-Candidate select_early(const Tiles& tiles, const magi_schedule_shape& shape, int num_sms,
-                       bool* is_by_heads) {
+// The best of what does not count CTAs that begin late.
+Candidate select_early(const Tiles& tiles, const ListShape& shape, int num_sms, bool* is_by_heads) {
   const int n = tiles.size();
   const End whole = end_of(tiles, cut(0, tiles), num_sms, {});
-  // The shorter half by heads ends about 8% later than SMs that share the work evenly, and not
-  // before the longest tile.
+  // The shorter half by heads does not end before the longest tile.
   const double longest = tiles[0].time + kWorkTileTime,
-               shorter = std::max(1.08 * whole.sum / num_sms, longest),
-               worth = shape.block_m == 64 ? 1.06 : 1.04;
+               shorter = std::max(h100::kShorterHalfEnd * whole.sum / num_sms, longest),
+               worth = tiles.block_m() == 64 ? h100::kWorthHalves : h100::kWorthHalvesWide;
   double best = whole.last;
   Candidate chosen = cut(0, tiles);
   *is_by_heads = whole.last > worth * shorter;
   bool is_shorter_half = *is_by_heads;
   if (is_shorter_half) {
-    best = 1.03 * shorter;
+    best = h100::kShorterHalf * shorter;
     chosen = {0, n / 2, n - n / 2};
   }
   auto look_at = [&](const Candidate& candidate, double factor, bool splits_heads) {
@@ -64,9 +56,11 @@ Candidate select_early(const Tiles& tiles, const magi_schedule_shape& shape, int
     *is_by_heads = splits_heads;
     is_shorter_half = false;
   };
-  for (int cuts = 1; cuts <= kMostCuts; ++cuts) look_at(cut(cuts, tiles), 1.02, false);
-  for (int longest_ones = 1; longest_ones <= 4; ++longest_ones)
-    look_at({0, 0, longest_ones}, is_shorter_half ? 1.06 : 1.2, true);
+  for (int cuts = 1; cuts <= h100::kMostCuts; ++cuts)
+    look_at(cut(cuts, tiles), h100::kCutTiles, false);
+  for (int longest_ones = 1; longest_ones <= h100::kMostLongest; ++longest_ones)
+    look_at({0, 0, longest_ones}, is_shorter_half ? h100::kLongestNotHalf : h100::kLongestSplit,
+            true);
   return chosen;
 }
 
@@ -74,7 +68,7 @@ Candidate select_early(const Tiles& tiles, const magi_schedule_shape& shape, int
 // has two long work tiles, what those leave to others would be whole ones, so filling gains. Where
 // tiles are split by heads, other choices of them are as good for the end and read device memory
 // less.
-Candidate select(const Tiles& tiles, const magi_schedule_shape& shape, int num_sms, Late late) {
+Candidate select(const Tiles& tiles, const ListShape& shape, int num_sms, Late late) {
   bool is_by_heads = false;
   const Candidate early = select_early(tiles, shape, num_sms, &is_by_heads);
   const int n = tiles.size();
@@ -87,11 +81,12 @@ Candidate select(const Tiles& tiles, const magi_schedule_shape& shape, int num_s
     chosen = candidate;
   };
   if (is_by_heads) {
-    look_at({1, n * 7 / 16, n * 8 / 16}, 1.0);   // the half from 7/16 on, beside a cut
-    look_at({2, n * 4 / 16, n * 4 / 16}, 1.01);  // the second quarter, beside two
-    look_at({2, n * 6 / 16, n * 6 / 16}, 1.01);  // 3/8 from 3/8 on, beside two
-  } else if (kFewParts * kShortest * shape.heads_kv <= num_sms) {
-    look_at({2, std::max(n - kShortest, 0), kShortest}, 1.02);  // two cuts, and the two shortest
+    look_at({1, n * 7 / 16, n * 8 / 16}, h100::kBesideCut);  // the half from 7/16 on, beside a cut
+    look_at({2, n * 4 / 16, n * 4 / 16}, h100::kBesideTwoCuts);  // the second quarter, beside two
+    look_at({2, n * 6 / 16, n * 6 / 16}, h100::kBesideTwoCuts);  // 3/8 from 3/8 on, beside two
+  } else if (h100::kFewParts * h100::kShortest * shape.heads_kv <= num_sms) {
+    look_at({2, std::max(n - h100::kShortest, 0), h100::kShortest},
+            h100::kShortestSplit);  // two cuts, and the two shortest
   }
   return chosen;
 }
@@ -136,7 +131,7 @@ std::vector<int32_t> order_blocks(const PlanReader& plan, const std::vector<Row>
 
 class List {
  public:
-  List(const PlanReader& plan, const magi_schedule_shape& shape)
+  List(const PlanReader& plan, const ListShape& shape)
       : plan_(plan), shape_(shape), per_tile_(shape.heads_kv * kSplits) {
     const int num_sms = shape.num_sms, num_ctas = shape.num_ctas;
     const Tiles tiles(plan, shape);
@@ -153,16 +148,18 @@ class List {
     order_entries(simulate(rows_, num_sms, late));
   }
 
-  int64_t write(int32_t* list, int64_t room) {
-    int64_t at = sizeof(magi_work_list) / 4;
-    std::vector<std::pair<const void*, size_t>> parts;
-    auto add = [&](const auto& values, int32_t* offset) {
-      *offset = static_cast<int32_t>(at);
-      parts.emplace_back(values.data(), values.size() * sizeof(values[0]));
-      at = (at + static_cast<int64_t>(parts.back().second / 4) + 3) / 4 * 4;
-    };
+  std::vector<int32_t> words() {
+    std::vector<int32_t> made(sizeof(magi_work_list) / 4);
+    made.reserve(made.size() + 8 * rows_.size() + 4 * partials_.size() + left_.size() +
+                 blocks_.size() + tiles_of_block_.size() + 2 * entries_.size() + 24);
     std::vector<magi_work_tile> work_tiles;
     for (const Row& row : rows_) work_tiles.push_back(row.tile);
+    auto add = [&](const auto& values, int32_t* offset) {
+      const size_t at = made.size(), count = values.size() * sizeof(values[0]) / 4;
+      *offset = static_cast<int32_t>(at);
+      made.resize((at + count + 3) / 4 * 4);
+      std::copy_n(reinterpret_cast<const int32_t*>(values.data()), count, made.data() + at);
+    };
     header_.num_work_tiles = static_cast<int32_t>(rows_.size());
     header_.num_partials = static_cast<int32_t>(partials_.size());
     header_.num_entries = static_cast<int32_t>(entries_.size());
@@ -172,17 +169,9 @@ class List {
     add(blocks_, &header_.words_blocks);
     add(tiles_of_block_, &header_.words_tiles_of_block);
     add(entries_, &header_.words_entries);
-    header_.words_total = static_cast<int32_t>(at);
-    if (list == nullptr || room < at) return at;
-    std::fill(list, list + at, 0);
-    std::copy_n(reinterpret_cast<const int32_t*>(&header_), sizeof(header_) / 4, list);
-    const int32_t offsets[] = {header_.words_work_tiles,     header_.words_partials,
-                               header_.words_left,           header_.words_blocks,
-                               header_.words_tiles_of_block, header_.words_entries};
-    for (size_t i = 0; i < parts.size(); ++i)
-      std::copy_n(static_cast<const int32_t*>(parts[i].first), parts[i].second / 4,
-                  list + offsets[i]);
-    return at;
+    header_.words_total = static_cast<int32_t>(made.size());
+    std::copy_n(reinterpret_cast<const int32_t*>(&header_), sizeof(header_) / 4, made.data());
+    return made;
   }
 
  private:
@@ -226,8 +215,8 @@ class List {
     for (int32_t block = 0; block < plan_.num_m_blocks(); ++block)
       for (int32_t part = 0; part < per_tile_; ++part) entries_.push_back({block, part});
     for (size_t i = 0; i < partials_.size(); ++i) {
-      const auto first = through.begin() + ptrdiff_t(size_t(partials_[i].tile) * per_tile +
-                                                     size_t(partials_[i].head_kv * kSplits));
+      const auto first = through.begin() + std::ptrdiff_t(size_t(partials_[i].tile) * per_tile +
+                                                          size_t(partials_[i].head_kv * kSplits));
       const int64_t end = *std::max_element(first, first + kSplits);
       for (int32_t share = 0; share < kSplits; ++share) {
         entries_.push_back({~static_cast<int32_t>(i), share});
@@ -244,7 +233,7 @@ class List {
   }
 
   const PlanReader& plan_;
-  const magi_schedule_shape& shape_;
+  const ListShape& shape_;
   int per_tile_;
   magi_work_list header_ = {};
   std::vector<Row> rows_;
@@ -255,29 +244,9 @@ class List {
 };
 
 }  // namespace
-}  // namespace magi::schedule
 
-extern "C" magi_status magi_bwd_work_list(const int32_t* plan, const magi_schedule_shape* shape,
-                                          int32_t* list, int64_t list_words,
-                                          int64_t* words_needed) {
-  if (plan == nullptr || shape == nullptr || words_needed == nullptr || shape->heads_kv < 1 ||
-      shape->num_sms < 1 || shape->num_ctas < 1 || shape->block_m < 1 ||
-      shape->group % MAGI_LIST_SPLITS != 0 || shape->group < 1)
-    return magi::fail(MAGI_INVALID_ARGUMENT,
-                      "Give a transposed plan, a kv head or more of %d, %d, ... query heads, SMs, "
-                      "CTAs and block_m.",
-                      MAGI_LIST_SPLITS, 2 * MAGI_LIST_SPLITS);
-  try {
-    const magi::schedule::PlanReader reader(plan, shape->block_m);
-    if (reader.num_tiles() < 1)
-      return magi::fail(MAGI_INVALID_ARGUMENT,
-                        "The plan has no tiles, so there is nothing to list.");
-    *words_needed = magi::schedule::List(reader, *shape).write(list, list_words);
-  } catch (const std::exception& error) {
-    return magi::fail(MAGI_CAPACITY, "No host memory for a work list: %s.", error.what());
-  }
-  if (list == nullptr || list_words < *words_needed)
-    return magi::fail(MAGI_CAPACITY, "The work list has %lld words and there is room for %lld.",
-                      static_cast<long long>(*words_needed), static_cast<long long>(list_words));
-  return MAGI_OK;
+std::vector<int32_t> make_work_list(const PlanReader& plan, const ListShape& shape) {
+  return List(plan, shape).words();
 }
+
+}  // namespace magi::schedule

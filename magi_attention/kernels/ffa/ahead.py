@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from magi_attention.common.plan_cache import Kind
 from magi_attention.common.slices import SliceTable
-from magi_attention.kernels.ffa.schedule.select_schedule import SCHEDULES, schedule_of
+from magi_attention.kernels.ffa.schedule import SCHEDULES, schedule_of
 from magi_attention.kernels.types import AttnOptions
 from magi_attention.native.ffa import FfaTile
 from magi_attention.native.tile_plan import HOST_PLANS, TilePlan

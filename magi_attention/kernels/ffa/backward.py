@@ -30,14 +30,13 @@ from magi_attention.kernels.ffa.operands import (
 )
 from magi_attention.kernels.ffa.peer_kv import NO_TOKENS, TILE, RemoteGrads, RemoteKeys, StartPut
 from magi_attention.kernels.ffa.plans import PlanShape, RangePlans
-from magi_attention.kernels.ffa.schedule.select_schedule import UNKNOWN, BwdSchedule, RecentSchedules, select_schedule
-from magi_attention.kernels.ffa.schedule.work_list import ListShape
-from magi_attention.kernels.ffa.schedule.work_tiles import WorkTileShape
+from magi_attention.kernels.ffa.schedule import UNKNOWN, RecentSchedules, select_schedule
 from magi_attention.kernels.reference.correction import check_sink, sink_bwd_from_delta
 from magi_attention.kernels.reference.operands import row_delta
 from magi_attention.kernels.types import AttnOptions, BackwardOperands, Grads, check_dropout
 from magi_attention.native import abi
 from magi_attention.native.ffa import FfaLibrary
+from magi_attention.native.schedule import BwdSchedule, WorkTileShape
 from magi_attention.native.stream_order import StreamOrder
 
 _pack_addresses = abi.FFA_BWD_POINTERS.pack
@@ -246,11 +245,11 @@ class BackwardCalls:
         odd = "" if is_empty else odd_strides(q=q, k=k, v=v, out=out, dout=x.dout)
         if odd:
             log_copy(odd)
-        schedule_shape: WorkTileShape | ListShape | None = None
+        schedule_shape: WorkTileShape | None = None
         num_sms = self._gpus.runtime.num_sms(q.get_device())
         shape = heads_kv, heads // max(heads_kv, 1), num_sms, max(num_sms - options.sm_margin, 1)
         if needs.takes_list and is_on_host:
-            schedule_shape = ListShape(*shape, schedule.block_m)
+            schedule_shape = WorkTileShape(*shape, list_block_m=schedule.block_m)
         elif schedule.has_order(options.deterministic) and (is_on_host or remote is not None):
             schedule_shape = WorkTileShape(*shape, schedule.by_document, needs.tail)
         dk_at, dv_at, bytes_in_all = _with_sums(needs.workspace, remote, heads_kv, (dim, dim_v))

@@ -30,10 +30,10 @@ from magi_attention.kernels.ffa.operands import (
 )
 from magi_attention.kernels.ffa.peer_kv import NO_TOKENS, RemoteKeys
 from magi_attention.kernels.ffa.plans import Kept, PlanShape, RangePlans
-from magi_attention.kernels.ffa.schedule.forward_splits import ForwardSplits
 from magi_attention.kernels.types import AttnOptions, Final, Operands, Partial, check_dropout
 from magi_attention.native import abi
 from magi_attention.native.ffa import FfaLibrary
+from magi_attention.native.schedule import ForwardSplits
 
 _pack_addresses = abi.FFA_FWD_POINTERS.pack
 _empty_like = torch.empty_like

@@ -14,8 +14,8 @@ from magi_attention.common.slices import SliceTable
 from magi_attention.kernels.ffa.arrival import Pace, backward_order, forward_order, there_at
 from magi_attention.kernels.ffa.operands import DTYPES
 from magi_attention.kernels.ffa.plans import DEVICE_PLANS, Kept, PlanShape
-from magi_attention.kernels.ffa.schedule.work_tiles import WorkTileShape, with_work_tiles
 from magi_attention.native import abi
+from magi_attention.native.schedule import with_schedule
 from magi_attention.native.tile_plan import TilePlan
 
 TILE = 128  # remote keys come in tiles that have one owner
@@ -76,9 +76,9 @@ class RemoteMask:
         tile = shape.tile
         plan = TilePlan.of_table(self.slices, shape.total_q, shape.total_k, tile.tokens, tile.groups, True)
         words = backward_order(plan.words.copy(), self.pace, self.arrivals, self.base)
-        if not isinstance(shape.schedule, WorkTileShape):  # calls beside remote keys take no work list
+        if shape.schedule is None or shape.schedule.list_block_m:  # calls beside remote keys take no work list
             return words
-        return with_work_tiles(words, shape.schedule, there_at(shape.tile.tokens, self.pace, self.arrivals, self.base))
+        return with_schedule(words, shape.schedule, there_at(shape.tile.tokens, self.pace, self.arrivals, self.base))
 
 
 StartPut = Callable[[int], None]

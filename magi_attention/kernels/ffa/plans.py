@@ -23,17 +23,14 @@ from magi_attention.common.plan_cache import Kind, PlanCache
 from magi_attention.common.slices import SliceTable
 from magi_attention.errors import ContractError, UnsupportedError
 from magi_attention.kernels.ffa.libraries import FfaLibraries
-from magi_attention.kernels.ffa.schedule.forward_splits import ForwardSplits, forward_splits
-from magi_attention.kernels.ffa.schedule.work_list import ListShape, work_list
-from magi_attention.kernels.ffa.schedule.work_tiles import WorkTileShape, with_work_tiles
 from magi_attention.kernels.tables import SliceTables, table_from_tensors
 from magi_attention.kernels.types import RangeTensors
 from magi_attention.native.ffa import FfaTile
+from magi_attention.native.schedule import ForwardSplits, WorkTileShape, forward_splits, with_schedule
 from magi_attention.native.tile_plan import TilePlan, plan_words
 
 DEVICE_PLAN_BYTES = 64 * 2**20
 _MAX_ENTRIES = 1024
-_NUM_BLOCKS = 5  # column of TilePlan.tiles
 
 
 class PlanShape(NamedTuple):
@@ -45,7 +42,7 @@ class PlanShape(NamedTuple):
     total_k: int
     tile: FfaTile
     is_transposed: bool = False
-    schedule: WorkTileShape | ListShape | None = None
+    schedule: WorkTileShape | None = None
     head_units: int = 0
 
     @property
@@ -260,9 +257,8 @@ def _of_table(slices: SliceTable, shape: PlanShape, device: torch.device, stream
 def _splits(words: np.ndarray, shape: PlanShape, device: torch.device) -> ForwardSplits | None:
     if not shape.head_units or device.type != "cuda":
         return None
-    plan = TilePlan(words)
     sms = torch.cuda.get_device_properties(device).multi_processor_count
-    return forward_splits(plan.tiles[plan.order, _NUM_BLOCKS], shape.head_units, sms)
+    return forward_splits(TilePlan(words), shape.head_units, sms)
 
 
 def table_plan(slices: SliceTable, shape: PlanShape, device: torch.device) -> torch.Tensor:
@@ -275,9 +271,9 @@ def _host_words(slices: SliceTable, shape: PlanShape) -> tuple[np.ndarray, int]:
     """The words of a plan with its schedule behind it, and where its work list begins; 0 for none."""
     total_q, total_k, tile, is_transposed, schedule, _ = shape
     plan = TilePlan.of_table(slices, total_q, total_k, tile.tokens, tile.groups, is_transposed)
-    if isinstance(schedule, ListShape):
-        return np.concatenate([plan.words, work_list(plan, schedule)]), len(plan.words)
-    return plan.words.copy() if schedule is None else with_work_tiles(plan.words, schedule), 0
+    if schedule is None:
+        return plan.words.copy(), 0
+    return with_schedule(plan.words, schedule), len(plan.words) if schedule.list_block_m else 0
 
 
 def _to_device(words: np.ndarray, device: torch.device) -> torch.Tensor:

@@ -10,6 +10,7 @@
 #include "ffa/common/host.h"
 #include "ffa/portable/budget.h"
 #include "ffa/portable/bwd/kernel.cuh"
+#include "planner/schedule/l2_groups.h"
 
 namespace magi::portable {
 
@@ -149,16 +150,6 @@ void bwd_scalars(const magi_ffa_bwd_params& a, int splits, BwdKernelParams* k) {
   k->dropout_inverse_scale = a.dropout != nullptr ? 1.f / a.dropout->scale : 1.f;
 }
 
-// Head units whose tiles come first, the heaviest of all before the others: as many as have a work
-// tile for each SM, but 16 at least. What they read and add to stays in L2. In deterministic order
-// all, so that few tiles of a head are in progress at once.
-inline int bwd_heads_per_l2_group(const BwdKernelParams& k, int sms) {
-  constexpr int kLeast = 16;
-  const int of_all_sms = (sms + k.num_tiles - 1) / k.num_tiles;
-  const int units = of_all_sms > kLeast ? of_all_sms : kLeast;
-  return k.semaphore == nullptr && units < k.head_units ? units : k.head_units;
-}
-
 template <typename C>
 magi_status start_bwd(const magi_ffa_bwd_params& a, const BwdKernelParams& k, int sms) {
   static DeviceOnce configured;
@@ -205,7 +196,8 @@ magi_status launch_bwd(const magi_ffa_bwd_params& a) {
   const BwdWorkspace w = bwd_layout<C>(a, splits);
   MAGI_RETURN(check_workspace(a.workspace_bytes, w.bytes, "magi_ffa_bwd_workspace"));
   bwd_scalars<C>(a, splits, &k);
-  k.heads_per_l2_group = bwd_heads_per_l2_group(k, sms);
+  k.heads_per_l2_group =
+      portable_units_per_l2_group(k.num_tiles, k.head_units, k.semaphore != nullptr, sms);
   const cudaStream_t stream = static_cast<cudaStream_t>(a.stream);
   MAGI_RETURN(cuda_status(cudaMemsetAsync(a.workspace, 0, w.stats, stream), "clearing dq"));
   const dim3 rows(k.num_m_blocks, k.heads_q);

@@ -6,12 +6,13 @@
 #include <cstdint>
 
 #include "magi/schedule.h"
+#include "planner/schedule/heuristics_h100.h"
 
 namespace magi {
 
 constexpr int kTileBlockN = 128;  // of a tile: 64 for each consumer warpgroup
 constexpr int kBlockM64 = 64;     // queries
-constexpr int kBlockM80 = 80;     // where that rounds to little more (schedule/block_m.py)
+constexpr int kBlockM80 = 80;     // where that rounds to little more (planner/schedule/splits.cpp)
 constexpr int kBlockM128 = 128;   // likewise, for head dims up to 64
 
 template <typename T_, int kD_, int kDv_, bool kIsGeneral_ = false, bool kSemaphored_ = false,
@@ -144,11 +145,9 @@ constexpr int dq_block_floats(int queries) { return queries * 64; }
 constexpr int kMaxWave = 256;    // tiles, see bwd/schedule/semaphore_targets.cuh
 constexpr int kMaxTimed = 1024;  // tiles
 constexpr int kTicks = 32;       // of expected time: one block
-// In deterministic order all work tiles descend if they have at most so many query heads, and so
-// many tiles for each of these are in work at the same time.
-constexpr int kFewHeads = 4, kManyTiles = 8;
-constexpr int kLargeL2Groups =
-    2;  // query heads of a work tile up to which L2 groups are twice as large, then
+// In deterministic order all work tiles descend if they have at most so many query heads, and
+// kManyTiles for each of these are in work at the same time.
+constexpr int kFewHeads = 4;
 constexpr int kListedHeadSplits = MAGI_LIST_SPLITS;  // of a work list's tile, split by heads
 constexpr int kMaxHeadSplits = 128;                  // of the query heads of a tile
 constexpr int kTailParts =

@@ -7,6 +7,7 @@
 
 #include "magi/abi.h"
 #include "ffa/sm90/bwd/config.h"
+#include "planner/schedule/l2_groups.h"
 
 namespace magi {
 
@@ -19,20 +20,12 @@ int64_t bwd_num_tiles_of_heads(const magi_ffa_bwd_params& a) {
   return bwd_tiles(a) * a.heads_kv * C::kPasses;
 }
 
-// Among how many work tiles the query heads of a tile are shared out: as few as make two work tiles
-// for each SM, but no fewer than are asked for. The same on a device whatever is left
-// free, so that sm_margin does not change results.
+// Among how many work tiles the query heads of a tile are shared out, but no fewer than are asked
+// for. The same on a device whatever is left free, so that sm_margin does not change results.
 template <typename C>
 int bwd_num_head_splits(const magi_ffa_bwd_params& a, int sms) {
-  const int group = a.heads_q / a.heads_kv;
-  const int64_t work_tiles = bwd_num_tiles_of_heads<C>(a), wanted = 19 * sms / 10;
-  int most = 1;
-  for (int parts = 1; parts <= group && parts <= kMaxHeadSplits; ++parts) {
-    if (group % parts != 0) continue;
-    most = parts;
-    if (parts >= a.num_head_splits && work_tiles * parts >= wanted) break;
-  }
-  return most;
+  return num_head_splits(a.heads_q / a.heads_kv, bwd_num_tiles_of_heads<C>(a), a.num_head_splits,
+                         kMaxHeadSplits, sms);
 }
 
 // How many work tiles may be split, and into how many parts each.
@@ -109,38 +102,18 @@ inline int bwd_tiles_at_once(const magi_ffa_bwd_params& a, int num_ctas, int wor
   return begin + at_once + (at_once < split ? 0 : left / work_tiles - split * parts);
 }
 
-// The kv heads of an L2 group: as many as have `at_once` work tiles together. With two for each SM
-// the heaviest tiles, one for each SM, are half of the group. If that makes two groups, they get
-// the same number of heads, or the long tiles of a small second group would end alone. A small last
-// group is allowed where all of it is split. work_tiles.py has the same rule for the work tiles of
-// wide steps, except for splits (magi_attention/kernels/ffa/schedule).
-template <typename C>
-int bwd_heads_at_once(const magi_ffa_bwd_params& a, int num_head_splits, int sms, int64_t at_once) {
-  const int64_t tile_parts = bwd_tiles(a) * num_head_splits, work_tiles = tile_parts * a.heads_kv;
-  const int64_t heads =
-      std::min<int64_t>(std::max<int64_t>((at_once + tile_parts / 2) / tile_parts, 1), a.heads_kv);
-  const int64_t small = a.heads_kv % heads * tile_parts,
-                l2_groups = (work_tiles + at_once / 2) / at_once;
-  if (l2_groups > 2 || (small > 0 && small <= bwd_last_round<C>(a, sms).slots))
-    return static_cast<int>(heads);
-  return l2_groups < 2 ? a.heads_kv : (a.heads_kv + 1) / 2;
-}
-
 // The kv heads of an L2 group of this call. If the caller splits tiles by query heads, because they
-// are uneven, there is one group, so that the longest tiles of all heads come first. In
-// deterministic order, with one or two query heads in a work tile, the group is twice as large, as
-// long as all its work tiles can descend: those that begin together at the same blocks wait for
-// each other, and with twice the heads half as many do (docs/log/ffa_backward_turns.md).
+// are uneven, there is one group, so that the longest tiles of all heads come first.
 template <typename C>
 int bwd_heads_per_l2_group(const magi_ffa_bwd_params& a, int num_head_splits, int sms) {
-  if (bwd_tiles(a) * a.heads_kv == 0) return 1;
+  const int64_t tiles = bwd_tiles(a);
+  if (tiles * a.heads_kv == 0) return 1;
   if (a.dq_mode && (a.num_head_splits > 1 || bwd_deterministic_splits(a) > 1)) return a.heads_kv;
-  const int heads_per_split = a.heads_q / a.heads_kv / num_head_splits;
-  if (a.dq_mode == MAGI_DQ_DETERMINISTIC && heads_per_split <= kLargeL2Groups) {
-    const int heads = bwd_heads_at_once<C>(a, num_head_splits, sms, 4ll * sms);
-    if (sms / (heads * num_head_splits) >= kManyTiles * heads_per_split) return heads;
-  }
-  return bwd_heads_at_once<C>(a, num_head_splits, sms, 2ll * sms);
+  if (a.dq_mode == MAGI_DQ_DETERMINISTIC)
+    return heads_per_l2_group_deterministic(tiles, a.heads_kv, num_head_splits,
+                                            a.heads_q / a.heads_kv / num_head_splits, sms);
+  return heads_per_l2_group(tiles * num_head_splits, a.heads_kv, 2ll * sms,
+                            bwd_last_round<C>(a, sms).slots);
 }
 
 // Tables of semaphore targets: where there are several L2 groups, those behind the first have one
@@ -162,7 +135,7 @@ bool bwd_takes_work_list(const magi_ffa_bwd_params& a, int sms) {
          a.heads_q / a.heads_kv % kListedHeadSplits == 0 && bwd_num_head_splits<C>(a, sms) == 1 &&
          bwd_tiles(a) > 1 && bwd_num_tiles_of_heads<C>(a) <= kMaxWorkList &&
          bwd_heads_per_l2_group<C>(a, 1, sms) == a.heads_kv &&
-         bwd_num_tiles_of_heads<C>(a) < 3ll * sms;
+         bwd_num_tiles_of_heads<C>(a) < int64_t(h100::kManyWorkTiles) * sms;
 }
 // Tiles of which there may be parts then.
 inline int bwd_split_tiles(const magi_ffa_bwd_params& a) {

@@ -11,7 +11,7 @@
 // take as long as the others. Where the heaviest come first, parts of light ones cost little.
 //
 // In deterministic order there is no work list. The caller says which tiles are split
-// (kernels/ffa/schedule/tile_splits.py): all their work tiles, by query heads.
+// (csrc/planner/schedule/splits.cpp): all their work tiles, by query heads.
 #pragma once
 
 #include "ffa/sm90/bwd/params.h"
@@ -52,8 +52,6 @@ __device__ __forceinline__ int heads_of_work_tile(const BwdKernelParams& p, int 
 // A tile of many segments, as under block-sparse masks, is walked once for each head. CTAs are at
 // different blocks of queries then, and what they share stays in L2 only as long as it is that of
 // one head.
-constexpr int kManySegments = 4;
-
 template <typename C>
 __device__ __forceinline__ bool walks_by_head(int segments) {
   return !C::kSemaphored && segments >= kManySegments;

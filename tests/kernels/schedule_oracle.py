@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What tests of schedules count by: blocks that tiles visit, when work tiles start, and which blocks a cache misses."""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Iterable
+
+import numpy as np
+
+from magi_attention.native.schedule_abi import TRAVERSAL_WRAP
+from magi_attention.native.tile_plan import TilePlan, transposed
+
+TILE, NARROW, WIDE = 128, 64, 80  # keys of a tile; queries of m-blocks
+
+
+def plan_of(slices, total_q: int, total_k: int) -> TilePlan:
+    return TilePlan.build(transposed(slices, total_q, total_k), total_k, total_q, TILE, 2)
+
+
+def segments_of(plan: TilePlan, tile: int, queries: int = WIDE) -> list[tuple[int, int]]:
+    """First and end block of so many queries of each segment that a tile visits."""
+    begin, segments = plan.tiles[tile, 2:4].tolist()
+    records = plan.records[begin : begin + segments, :2].tolist()
+    return [(low // queries, -(-high // queries)) for low, high in records]
+
+
+def steps_of(plan: TilePlan, queries: int = WIDE) -> np.ndarray:
+    """(tiles,) blocks of so many queries that each visits."""
+    return np.array(
+        [sum(end - first for first, end in segments_of(plan, tile, queries)) for tile in range(len(plan.tiles))],
+        dtype=np.int64,
+    )
+
+
+def starts_of(times: Iterable[float], num_ctas: int) -> list[float]:
+    """When work tiles start, if the CTA that is free first takes the next one."""
+    free_at, starts = [0.0] * num_ctas, []
+    for time in times:
+        starts.append(free_at[0])
+        heapq.heapreplace(free_at, free_at[0] + time)
+    return starts
+
+
+def end_of(times: Iterable[float], num_ctas: int) -> float:
+    times = list(times)
+    return max((start + time for start, time in zip(starts_of(times, num_ctas), times)), default=0.0)
+
+
+def blocks_of(plan: TilePlan, tile: int, descending: int) -> list[int]:
+    """In the order in which the kernel visits them."""
+    visited: list[int] = []
+    for first, end in segments_of(plan, tile):
+        blocks = list(range(first, end))
+        back = min(first if descending == TRAVERSAL_WRAP else descending, len(blocks))
+        visited += blocks[::-1][:back] + blocks[: len(blocks) - back]
+    return visited
+
+
+def misses(plan: TilePlan, work_tiles: np.ndarray, num_ctas: int, kept: int) -> float:
+    """How many of the blocks that are visited are not among the last ``kept`` ones; steps take cta in order of
+    time. ``work_tiles`` (work tiles, 3): tile, head, descending blocks."""
+    waiting = iter(work_tiles.tolist())
+    at_work = [(0.0, cta, iter(()), 0) for cta in range(num_ctas)]
+    cache: OrderedDict[tuple[int, int], None] = OrderedDict()
+    steps = missed = 0
+    while at_work:
+        time, cta, left, head = heapq.heappop(at_work)
+        block = next(left, None)
+        if block is None:
+            work_tile = next(waiting, None)
+            if work_tile is not None:
+                blocks = iter(blocks_of(plan, work_tile[0], work_tile[2]))
+                heapq.heappush(at_work, (time + 0.1, cta, blocks, work_tile[1]))
+            continue
+        steps += 1
+        missed += (head, block) not in cache
+        cache[head, block] = None
+        cache.move_to_end((head, block))
+        if len(cache) > kept:
+            cache.popitem(last=False)
+        heapq.heappush(at_work, (time + 1, cta, left, head))
+    return missed / steps
