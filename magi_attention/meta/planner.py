@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -31,6 +32,7 @@ from magi_attention.meta.dispatch import (
     Partitions,
     check_partitions,
     dispatch_by_nodes,
+    has_few_runs,
     knows_no_nodes,
     solve_dispatch,
 )
@@ -80,12 +82,11 @@ def build_plan(
     dispatch = config.dispatch_config
     chunk = resolve_chunk_size(total_tokens, cp_size, dispatch.chunk_size, min_chunks_per_rank)
     if balance is not None and dispatch.chunk_size is None:
-        unaware = DispatchConfig(uneven_shard=dispatch.uneven_shard, alg=dispatch.alg)
-        choice = _refine(slices, total_tokens, cp_size, chunk, unaware, balance)
+        choice = _refine(slices, total_tokens, cp_size, chunk, replace(dispatch, nodes=None), balance)
         choice = _by_nodes(slices, total_tokens, choice, dispatch)
     else:
         choice = _dispatch(_cut(slices, total_tokens, cp_size, chunk, dispatch), cp_size, dispatch)
-    choice, assigned = with_moves(choice, heads, query_moves, rates, may_dispatch=True)
+    choice, assigned = with_moves(choice, heads, query_moves, rates, may_dispatch=dispatch.max_fragments is None)
     return _finish(
         plan_type,
         slices,
@@ -172,7 +173,7 @@ def _by_nodes(slices: SliceTable, total: int, choice: Dispatched, config: Dispat
     if unaware is None:
         return choice
     found, is_shared = dispatch_by_nodes(given, unaware, config)
-    if found is not None:
+    if found is not None and has_few_runs(found, len(given.bounds), config):
         return _dispatched(given, choice.chunk, choice.pad, check_partitions(found, len(given.bounds), world))
     for halvings in range(1, _MOST_HALVINGS + 1):
         chunk = -(-choice.chunk // 2**halvings)
@@ -180,7 +181,7 @@ def _by_nodes(slices: SliceTable, total: int, choice: Dispatched, config: Dispat
             break
         _, pad, cut, _ = _cut(slices, total, world, chunk, config)
         found, is_shared = dispatch_by_nodes(cut, unaware, config)
-        if found is not None:
+        if found is not None and has_few_runs(found, len(cut.bounds), config):
             return _dispatched(cut, chunk, pad, check_partitions(found, len(cut.bounds), world))
     return choice
 
