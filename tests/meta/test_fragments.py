@@ -19,27 +19,8 @@ from magi_attention.api import (
 from magi_attention.common.slices import SliceTable
 from magi_attention.errors import ContractError
 from magi_attention.meta.fragments import Fragments
-from magi_attention.meta.planner import plan_for_partitions
 from magi_attention.testing.masks import random_slices
-
-
-def random_documents(rng: np.random.Generator, total: int) -> list[int]:
-    cuts = rng.integers(0, total + 1, size=int(rng.integers(0, max(total // 3, 1))))
-    return [0, *np.sort(cuts).tolist(), total]  # with empty ones
-
-
-def random_plan(rng: np.random.Generator):
-    """Any partition, of chunks of one token on; some ranks may hold nothing but pad."""
-    total, world, chunk = int(rng.integers(1, 60)), int(rng.integers(1, 6)), int(rng.integers(1, 5))
-    chunks = -(-total // chunk) + int(rng.integers(0, 3))
-    while chunks < world:
-        chunks += 1
-    order = rng.permutation(chunks) if rng.random() < 0.7 else np.arange(chunks)
-    cuts = np.sort(rng.choice(np.arange(1, chunks), size=world - 1, replace=False))
-    cu = random_documents(rng, total)
-    mask = Mask.varlen(cu, causal=True)
-    parts = [sorted(part.tolist()) for part in np.split(order, cuts)]
-    return plan_for_partitions(mask.slices, total, chunks * chunk - total, chunk, parts, cu_seqlens=mask.cu_seqlens)
+from magi_attention.testing.random_plans import random_documents, random_plan
 
 
 def document_of(plan) -> list[int]:
