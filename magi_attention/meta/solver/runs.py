@@ -3,13 +3,13 @@
 
 The sequence is cut into rounds, and a round into one run of equal length for each rank. Each round goes to the ranks by
 area: its heaviest run to the rank with the least so far. Then the heaviest rank is relieved, by a swap of two runs of
-equal length or by a move of the borders of two runs, until it is within 1% of the least area that it can have or there
-is no such move. Areas are integers and ties go by number, so every rank that asks gets the same answer.
+equal length or by moves of borders between two or three ranks, until it is within 1% of the least area that it can have
+or there is no such change. Areas are integers and ties go by number, so every rank that asks gets the same answer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -46,13 +46,12 @@ def few_runs(work: Ints, world: int, most: int) -> list[list[int]]:
 
 
 class _Change(NamedTuple):
-    """What another rank takes from the heaviest one: in a swap the runs ``give`` and ``get``, else ``count`` chunks at
-    the border ``give`` against as many at the border ``get``. A border is the number of the run behind it."""
+    """A swap of two ``runs``, or ``count`` chunks that go over each of some borders. ``gives`` are pairs of a border,
+    which is the number of the run behind it, and the rank that gives there. Each rank gets as many as it gives."""
 
-    gain: int  # area that the heaviest rank loses
-    other: int
-    give: int
-    get: int
+    loads: dict[int, int]  # of ranks, afterwards
+    runs: tuple[int, int] | None = None
+    gives: tuple[tuple[int, int], ...] = ()
     count: int = 0
 
 
@@ -86,42 +85,61 @@ class _Runs:
             heavy = int(self.loads.argmax())
             if self.loads[heavy] <= limit:
                 return
-            best, most = None, 0
-            for change in (*self._best_swap(heavy), *self._moves(heavy)):
-                less = self._less(heavy, change.gain, self.loads[change.other])
-                if less > most:
-                    best, most = change, int(less)
+            best = self._best(heavy, (self._best_swap(heavy), *self._moves(heavy, self._pairs(heavy))))
+            best = best or self._best(heavy, self._moves(heavy, self._threes(heavy)))
             if best is None:
                 return
-            self._apply(heavy, best)
+            self._apply(best)
 
-    def _less(self, heavy: int, gain: Ints, load: Ints) -> Ints:
-        """By how much the heavier one of two ranks afterwards is below the heaviest one now."""
-        return np.minimum(gain, self.loads[heavy] - load - gain)
+    def _best(self, heavy: int, changes: Iterable[_Change]) -> _Change | None:
+        """The change after which the heaviest of its ranks is lightest, if lighter than the heaviest one now."""
+        best, least = None, int(self.loads[heavy])
+        for change in changes:
+            heaviest = max(change.loads.values())
+            if heaviest < least:
+                best, least = change, heaviest
+        return best
 
-    def _best_swap(self, heavy: int) -> Iterator[_Change]:
+    def _best_swap(self, heavy: int) -> _Change:
         areas, lengths, mine = self.areas, np.diff(self.edges), np.flatnonzero(self.owner == heavy)
         gain = areas[mine][:, None] - areas
-        less = self._less(heavy, gain, self.loads[self.owner])
+        less = np.minimum(gain, self.loads[heavy] - self.loads[self.owner] - gain)
         less[(lengths[mine][:, None] != lengths) | (self.owner == heavy)] = 0
         at, run = divmod(int(less.argmax()), len(areas))
-        yield _Change(int(gain[at, run]), int(self.owner[run]), int(mine[at]), run)
+        other, moved = int(self.owner[run]), int(gain[at, run])
+        loads = {other: int(self.loads[other]) + moved, heavy: int(self.loads[heavy]) - moved}
+        return _Change(loads, (int(mine[at]), run))
 
-    def _moves(self, heavy: int) -> Iterator[_Change]:
+    def _borders(self, rank: int) -> Iterator[tuple[int, int]]:
+        """Borders of a rank's runs, and the ranks on the other side."""
         left, right = self.owner[:-1], self.owner[1:]
-        at = np.flatnonzero((left != right) & ((left == heavy) | (right == heavy)))
-        others = (left + right - heavy)[at]
-        for other in np.unique(others).tolist():
-            borders = (at[others == other] + 1).tolist()
-            for give in borders:
-                for get in borders:
-                    if give != get:
-                        yield from self._moves_at(heavy, other, give, get)
+        at = np.flatnonzero((left != right) & ((left == rank) | (right == rank)))
+        yield from zip((at + 1).tolist(), (left + right - rank)[at].tolist())
 
-    def _moves_at(self, heavy: int, other: int, give: int, get: int) -> Iterator[_Change]:
-        for count in range(1, min(self._room(give, heavy), self._room(get, other)) + 1):
-            gain = self._area_at(give, heavy, count) - self._area_at(get, other, count)
-            yield _Change(gain, other, give, get, count)
+    def _pairs(self, heavy: int) -> Iterator[tuple[tuple[int, int], ...]]:
+        known = list(self._borders(heavy))
+        for give, other in known:
+            yield from (((give, heavy), (get, other)) for get, rank in known if rank == other and get != give)
+
+    def _threes(self, heavy: int) -> Iterator[tuple[tuple[int, int], ...]]:
+        """Over a third rank, which takes from the second one and gives to the heaviest."""
+        known = list(self._borders(heavy))
+        for give, second in known:
+            for between, third in self._borders(second):
+                ends = (get for get, rank in known if rank == third and third != heavy and get != give)
+                yield from (((give, heavy), (between, second), (get, third)) for get in ends)
+
+    def _moves(self, heavy: int, cycles: Iterable[tuple[tuple[int, int], ...]]) -> Iterator[_Change]:
+        for gives in cycles:
+            most, count = min(self._room(*give) for give in gives), 1
+            while count <= most:
+                moved = [self._area_at(border, giver, count) for border, giver in gives]
+                loads = {
+                    giver: int(self.loads[giver]) - out + got
+                    for (_, giver), out, got in zip(gives, moved, moved[-1:] + moved[:-1])
+                }
+                yield _Change(loads, None, gives, count)
+                count = max(count + 1, count * 5 // 4)
 
     def _room(self, border: int, giver: int) -> int:
         """Chunks that the run of ``giver`` at this border can give, at both of its ends, and stay."""
@@ -134,15 +152,14 @@ class _Runs:
         end = edge + (count if self.owner[border] == giver else -count)
         return abs(int(self.sums[end] - self.sums[edge]))
 
-    def _apply(self, heavy: int, change: _Change) -> None:
-        gain, other, give, get, count = change
-        if not count:
-            self.owner[[give, get]] = other, heavy
-        else:
-            self.edges[give] += count if self.owner[give] == heavy else -count
-            self.edges[get] += count if self.owner[get] == other else -count
-        self.loads[heavy] -= gain
-        self.loads[other] += gain
+    def _apply(self, change: _Change) -> None:
+        if change.runs is not None:
+            give, get = change.runs
+            self.owner[[give, get]] = self.owner[[get, give]]
+        for border, giver in change.gives:
+            self.edges[border] += change.count if self.owner[border] == giver else -change.count
+        for rank, load in change.loads.items():
+            self.loads[rank] = load
 
 
 __all__ = ["few_runs", "most_runs"]
