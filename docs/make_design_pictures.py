@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from design_diagrams import BACKWARD, FUSED, INDEX_ATTENTION, INDEX_MLA, OVERVIEW, PORTABLE, TWO_LEVELS
+from design_diagrams import BACKWARD, FUSED, INDEX_ATTENTION, INDEX_MLA, OVERVIEW, PORTABLE, RECURRENT, TWO_LEVELS
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Patch, Rectangle
@@ -248,6 +248,7 @@ PICTURES: dict[str, tuple[Callable[[], Content], Callable[[Content], Figure]]] =
     "design_backward.png": (lambda: BACKWARD, draw_boxes),
     "design_index_attention.png": (lambda: INDEX_ATTENTION, draw_boxes),
     "design_index_attention_mla.png": (lambda: INDEX_MLA, draw_boxes),
+    "design_recurrent.png": (lambda: RECURRENT, draw_boxes),
     "design_schedule.png": (schedule_content, draw_schedule),
     "design_fused_comm.png": (lambda: FUSED, draw_boxes),
     "design_two_levels.png": (lambda: TWO_LEVELS, draw_boxes),
