@@ -15,6 +15,7 @@ import torch
 
 from magi_attention.api.plan import Plan, check_plan
 from magi_attention.common.infer import CuSeqlens
+from magi_attention.functional.attention_check import note_call
 from magi_attention.functional.recurrent import conv, layers, states
 
 
@@ -90,6 +91,7 @@ def run_recurrent(
             return out[0], final
     """
     check_plan(plan)
+    note_call(plan._mark)
     layout = plan._layout(group)
     return layers.run_recurrent(kernel, value, key_dim, layout, transition, state_dtype, cu_seqlens)
 

@@ -22,6 +22,7 @@ from magi_attention.integrations.shared.layer_kinds import chunks_of, parts_with
 from magi_attention.integrations.transformers.checks import check_class, check_started, check_trainer
 from magi_attention.integrations.transformers.evaluation import BatchesInOrder, EvaluationMixin, plans_of
 from magi_attention.integrations.transformers.loss import LossOfOwnShift
+from magi_attention.integrations.transformers.recurrent import use_recurrent_layers
 from magi_attention.integrations.transformers.same_tokens import SameTokens
 
 # Columns of examples that PackingCollator reads, whether or not the model has arguments of these names.
@@ -68,6 +69,7 @@ class ContextParallelMixin(EvaluationMixin):
         model = self.accelerator.unwrap_model(self.model)
         check_started(world)
         self.cp_size = self._cp_size(cp_size, world)
+        use_recurrent_layers(model)
         check_trainer(self, model, self.cp_size)
         self._make_groups(world, rank)
         self._same_tokens = SameTokens(self.cp_size)
@@ -80,7 +82,7 @@ class ContextParallelMixin(EvaluationMixin):
         per_token = sorted(name for name in self._arguments - _COLUMNS if name.endswith("token_type_ids"))
         self.data_collator = PackingCollator(
             self.cp_size, rank % self.cp_size, windows_of(model.config), None, chunks_of(model.config),
-            per_token, collator,
+            per_token, collator, has_segments=True,
         )  # fmt: skip
 
     def _cp_size(self, asked: int | None, world: int) -> int:
