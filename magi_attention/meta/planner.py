@@ -82,7 +82,8 @@ def build_plan(
     dispatch = config.dispatch_config
     chunk = resolve_chunk_size(total_tokens, cp_size, dispatch.chunk_size, min_chunks_per_rank)
     if balance is not None and dispatch.chunk_size is None:
-        choice = _refine(slices, total_tokens, cp_size, chunk, replace(dispatch, nodes=None), balance)
+        unaware = replace(dispatch, nodes=None)  # type: ignore[arg-type]
+        choice = _refine(slices, total_tokens, cp_size, chunk, unaware, balance)
         choice = _by_nodes(slices, total_tokens, choice, dispatch)
     else:
         choice = _dispatch(_cut(slices, total_tokens, cp_size, chunk, dispatch), cp_size, dispatch)

@@ -14,7 +14,7 @@ from magi_attention.functional.layout import TokenLayout
 from magi_attention.functional.recurrent.states import pass_states
 
 Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-_SEGMENTS: Kind[tuple, tuple[torch.Tensor, ...]] = Kind("segments of fragments", on_gpu)
+_SEGMENTS: Kind[tuple[torch.device], tuple[torch.Tensor, ...]] = Kind("segments of fragments", on_gpu)
 
 
 def segments(

@@ -27,12 +27,13 @@ from magi_attention.functional.layout import TokenLayout
 from magi_attention.functional.recurrent.rows import Ints, RowExchange
 from magi_attention.functional.recurrent.schedule import ChainStep, Gathered, Line, chain
 
+Key = tuple[object, ...]
 WAYS = ("auto", "gather", "chain")
 _HOP_BYTES = NCCL_LATENCY_S * NCCL_BYTES_PER_S  # that a link moves while a collective begins
-_LINES: Kind[tuple, Line] = Kind("fragments in order", lambda line: [line.rank, line.number, line.takes, line.gives])
-_GATHERED: Kind[tuple, Gathered] = Kind("needed summaries", lambda x: [*x.needed, *x.steps])
-_TENSORS: Kind[tuple, list[list[torch.Tensor]]] = Kind("steps of states", on_gpu)
-_CHAINS: Kind[tuple, tuple[ChainStep, ...]] = Kind(
+_LINES: Kind[Key, Line] = Kind("fragments in order", lambda line: [line.rank, line.number, line.takes, line.gives])
+_GATHERED: Kind[Key, Gathered] = Kind("needed summaries", lambda x: [*x.needed, *x.steps])
+_TENSORS: Kind[Key, list[list[torch.Tensor]]] = Kind("steps of states", on_gpu)
+_CHAINS: Kind[Key, tuple[ChainStep, ...]] = Kind(
     "passes of states", lambda steps: [(*s.takers, *s.wanted) for s in steps]
 )
 
@@ -79,7 +80,7 @@ def _check(transition: torch.Tensor, state: torch.Tensor, count: int, way: str) 
 class _Passing:
     """One direction of the exchange of a layout's states. ``key`` tells the documents apart."""
 
-    def __init__(self, layout: TokenLayout, key: tuple | None, way: str, is_reverse: bool) -> None:
+    def __init__(self, layout: TokenLayout, key: tuple[int, ...] | None, way: str, is_reverse: bool) -> None:
         self.layout, self.key, self.way, self.is_reverse = layout, key, way, is_reverse
         self.line = layout.cache.get(_LINES, (key, is_reverse), self._line)
 

@@ -46,13 +46,13 @@ def few_runs(work: Ints, world: int, most: int) -> list[list[int]]:
 
 
 class _Change(NamedTuple):
-    """A swap of two ``runs``, or ``count`` chunks that go over each of some borders. ``gives`` are pairs of a border,
+    """A swap of two ``runs``, or ``num_chunks`` that go over each of some borders. ``gives`` are pairs of a border,
     which is the number of the run behind it, and the rank that gives there. Each rank gets as many as it gives."""
 
     loads: dict[int, int]  # of ranks, afterwards
     runs: tuple[int, int] | None = None
     gives: tuple[tuple[int, int], ...] = ()
-    count: int = 0
+    num_chunks: int = 0
 
 
 class _Runs:
@@ -73,7 +73,8 @@ class _Runs:
 
     @property
     def areas(self) -> Ints:
-        return np.diff(self.sums[self.edges])
+        areas: Ints = np.diff(self.sums[self.edges])
+        return areas
 
     def chunks(self) -> list[list[int]]:
         rank_of = np.repeat(self.owner, np.diff(self.edges))
@@ -157,7 +158,7 @@ class _Runs:
             give, get = change.runs
             self.owner[[give, get]] = self.owner[[get, give]]
         for border, giver in change.gives:
-            self.edges[border] += change.count if self.owner[border] == giver else -change.count
+            self.edges[border] += change.num_chunks if self.owner[border] == giver else -change.num_chunks
         for rank, load in change.loads.items():
             self.loads[rank] = load
 
