@@ -23,7 +23,7 @@ from magi_attention.api import (
 from magi_attention.comm.transport.fake import FakeWorld
 from magi_attention.errors import ContractError, PeerFailureError
 from magi_attention.meta.planner import plan_for_partitions
-from magi_attention.testing.random_plans import random_plan
+from magi_attention.testing.random_plans import random_documents, random_plan
 from magi_attention.testing.spawn import run_processes
 
 
@@ -117,6 +117,35 @@ def test_states_and_gradients_in_every_way(kind: int, way: str, seed: int) -> No
         expected = [want[r].detach(), grads[r], grads[len(a) + r]]
         for got, x in zip(found, expected):
             torch.testing.assert_close(got, torch.zeros_like(got) if x is None else x, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("way", ["gather", "chain"])
+@pytest.mark.parametrize("seed", range(4))
+def test_documents_may_be_given(seed: int, way: str) -> None:
+    """Those of the mask and others take turns, so tables are told apart; beside a plan whose mask has the others."""
+    print("seed", seed)
+    rng = np.random.default_rng(300 + seed)
+    plan = random_plan(rng)
+    cu = random_documents(rng, plan.total_tokens)
+    own = plan.with_mask(Mask.varlen(cu, causal=True))
+    given, weight = summaries(plan, 3, seed), torch.randn(4, 3, dtype=torch.float64)
+
+    def rank(t):
+        def both(which: Plan, cu_seqlens):
+            leaves = [x.clone().requires_grad_() for x in given[t.rank][:2]]
+            came = pass_states(*leaves, which, t, cu_seqlens=cu_seqlens, way=way)
+            if came.requires_grad:
+                (came * given[t.rank][2]).sum().backward()
+            x = which.shard(torch.arange(float(plan.total_tokens)).double().view(-1, 1).expand(-1, 4), t)
+            decay = decay_of_fragments(-x / 50, which, t, cu_seqlens=cu_seqlens)
+            return [came.detach(), *(x.grad for x in leaves), decay,
+                    causal_conv1d(x, weight, which, t, cu_seqlens=cu_seqlens)]  # fmt: skip
+
+        both(plan, None)
+        found, want = both(plan, cu), both(own, None)
+        return all(a is b is None or torch.equal(a, b) for a, b in zip(found, want))
+
+    assert all(FakeWorld(plan.cp_size).run(rank))
 
 
 def test_random_plans_have_what_is_tested() -> None:

@@ -105,6 +105,15 @@ def test_two_processes_train_as_one(tmp_path) -> None:
 
 
 @is_known
+def test_ranks_hold_few_fragments(tmp_path) -> None:
+    arguments, data = TrainingArguments(str(tmp_path), use_cpu=True), [{"input_ids": [1, 2, 3]}]
+    hybrid = ContextParallelTrainer(models("Lfm2")[0], arguments, train_dataset=data)
+    assert hybrid.data_collator.config.dispatch_config.max_fragments == 8
+    attention = AutoModelForCausalLM.from_config(make_config("Llama"), attn_implementation="magi")
+    assert ContextParallelTrainer(attention, arguments, train_dataset=data).data_collator.config is None
+
+
+@is_known
 def test_without_plans_layers_do_what_they_did() -> None:
     ours, theirs = models("Qwen3Next")
     use_recurrent_layers(ours)

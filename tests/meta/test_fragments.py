@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 from magi_attention.api import (
+    AttnMaskType,
+    AttnRanges,
     DispatchConfig,
     DistAttnConfig,
     Mask,
@@ -18,6 +20,7 @@ from magi_attention.api import (
 )
 from magi_attention.common.slices import SliceTable
 from magi_attention.errors import ContractError
+from magi_attention.meta import make_dispatch_meta_from_qk_ranges
 from magi_attention.meta.fragments import Fragments
 from magi_attention.testing.masks import random_slices
 from magi_attention.testing.random_plans import random_documents, random_plan
@@ -106,6 +109,16 @@ def test_no_rank_holds_more_fragments_than_allowed(seed: int) -> None:
     free = make_plan(mask, world, DistAttnConfig(DispatchConfig(chunk, uneven, **alg)))
     if free.fragments([0, total]).most <= most and config.nodes is None and moves == "never":
         assert plan.partitions == free.partitions
+
+
+def test_published_functions_hold_it_too() -> None:
+    """They decide chunk size and pad before the dispatch."""
+    ranges = AttnRanges.from_ranges([[0, 300], [300, 1024]])
+    for most in (1, 2, 3, 8):
+        meta, _ = make_dispatch_meta_from_qk_ranges(
+            ranges, ranges, [AttnMaskType.CAUSAL] * 2, 1024, 1024, 16, 4, 0, DispatchConfig(max_fragments=most)
+        )
+        assert max(1 + int((np.diff(part) > 1).sum()) for part in meta.partitions) <= most
 
 
 @pytest.mark.parametrize("seed", range(12))
