@@ -41,19 +41,20 @@ def use_recurrent_layers(model: torch.nn.Module) -> None:
 
 
 def _with_plans(original: Function, by_plans: Function) -> Function:
-    def function(first: torch.Tensor, *args: Any, magi_plans: LayerPlans | None = None, **options: Any) -> Any:
+    def function(*args: Any, magi_plans: LayerPlans | None = None, **options: Any) -> Any:
         if magi_plans is None:
-            return original(first, *args, **options)
+            return original(*args, **options)
+        first = next(x for x in (*args, *options.values()) if isinstance(x, torch.Tensor))
         if first.is_meta:  # shapes alone, of documents that need not be told apart
             if by_plans is not _convolution:
                 note_call(magi_plans.full._mark)
-            return original(first, *args, **{**options, "seq_idx": None, "cu_seqlens": None})
+            return original(*args, **{**options, "seq_idx": None, "cu_seqlens": None})
         if first.shape[0] != 1:
             raise ContractError(f"A batch has {first.shape[0]} rows; PackingCollator packs all of them into one.")
         states = (options.get(name) for name in ("initial_state", "initial_states"))
         if any(state is not None for state in states) or options.get("output_final_state"):
             raise ContractError("A recurrent layer has a cache and plans; give the model use_cache=False.")
-        return by_plans(original, magi_plans, first, *args, **options)
+        return by_plans(original, magi_plans, *args, **options)
 
     return mark(update_wrapper(function, original))
 
