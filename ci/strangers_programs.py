@@ -169,7 +169,7 @@ TINY_OF_TRL = "trl-internal-testing/tiny-"
 TRL_TESTS = (
     sft_test(f"test_train[{TINY_OF_TRL}Qwen2ForCausalLM-2.5]"),
     sft_test(f"test_train[{TINY_OF_TRL}GptOssForCausalLM]", known=BALANCE),
-    sft_test(f"test_train[{TINY_OF_TRL}Lfm2ForCausalLM]", NEITHER),
+    sft_test(f"test_train[{TINY_OF_TRL}Lfm2ForCausalLM]"),
     sft_test("test_train_with_pretokenized_data"),
     sft_test("test_train_with_iterable_dataset"),
     sft_test("test_train_packing[bfd]"),

@@ -154,6 +154,29 @@ TWO_LEVELS = (
     ],
 )
 
+RECURRENT = (
+    (9.2, 4.4),
+    [
+        (0.2, 3.3, 1.9, 0.9, HOST, "rank 0, fragment 0", "document 0 begins"),
+        (2.5, 3.3, 1.9, 0.9, WIRE, "rank 1, fragment 0", "inside document 0"),
+        (4.8, 3.3, 1.9, 0.9, HOST, "rank 0, fragment 1", "document 0 ends,\ndocument 1 begins"),
+        (7.1, 3.3, 1.9, 0.9, WIRE, "rank 1, fragment 1", "document 1 ends; pad"),
+        (0.2, 1.7, 1.9, 0.9, PLAIN, "summary", "B"),
+        (2.5, 1.7, 1.9, 0.9, PLAIN, "summary", "A, B"),
+        (4.8, 1.7, 1.9, 0.9, PLAIN, "summary", "B of document 1"),
+        (0.2, 0.1, 8.8, 0.9, DEVICE, "kernel for packed documents", "each segment from the state that came, zero at "
+         "the beginning of a document"),
+    ],
+    [
+        ((1.15, 3.3), (1.15, 2.6), ""),
+        ((3.45, 3.3), (3.45, 2.6), ""),
+        ((5.75, 3.3), (5.75, 2.6), ""),
+        ((2.1, 2.0), (3.2, 1.0), "state of 0"),
+        ((4.4, 2.0), (5.5, 1.0), "A S + B"),
+        ((6.7, 2.0), (7.8, 1.0), "state of 1"),
+    ],
+)  # fmt: skip
+
 INDEX_ATTENTION = (
     (9.2, 4.6),
     [

@@ -22,6 +22,7 @@ from design_diagrams import (
     INDEX_MLA,
     OVERVIEW,
     PORTABLE,
+    RECURRENT,
     ROW_EXCHANGES,
     TWO_LEVELS,
 )
@@ -267,6 +268,7 @@ PICTURES: dict[str, tuple[Callable[[], Content], Callable[[Content], Figure]]] =
     "design_backward.png": (lambda: BACKWARD, draw_boxes),
     "design_index_attention.png": (lambda: INDEX_ATTENTION, draw_boxes),
     "design_index_attention_mla.png": (lambda: INDEX_MLA, draw_boxes),
+    "design_recurrent.png": (lambda: RECURRENT, draw_boxes),
     "design_schedule.png": (schedule_content, draw_schedule),
     "design_fused_comm.png": (lambda: FUSED, draw_boxes),
     "design_two_levels.png": (lambda: TWO_LEVELS, draw_boxes),

@@ -38,6 +38,7 @@ from magi_attention.api.manager import init_dist_attn_runtime_mgr
 from magi_attention.api.plan import Mask, Plan, attend, make_plan
 from magi_attention.api.plan_async import kernel_tiles, plan_async
 from magi_attention.api.rates import load_rates
+from magi_attention.api.recurrent import causal_conv1d, conv_history, decay_of_fragments, pass_states, run_recurrent
 from magi_attention.api.replicated_kv import attend_replicated_kv
 from magi_attention.common.enum import AttnMaskType, AttnOverlapMode
 from magi_attention.common.forward_meta import AttnForwardMeta
@@ -100,8 +101,11 @@ __all__ = [
     "attend_index",
     "attend_replicated_kv",
     "calc_attn",
+    "causal_conv1d",
     "clear_cache",
     "compute_pad_size",
+    "conv_history",
+    "decay_of_fragments",
     "dispatch",
     "dist_attn_runtime_dict_mgr",
     "flex_flash_attn_func",
@@ -123,11 +127,13 @@ __all__ = [
     "make_flex_key_for_new_mask_after_dispatch",
     "make_plan",
     "make_varlen_key_for_new_mask_after_dispatch",
+    "pass_states",
     "plan_async",
     "prepare_index_exchange",
     "prepare_indices",
     "roll",
     "roll_simple",
+    "run_recurrent",
     "set_gradient_sum",
     "squash_batch_dim",
     "sum_gradients",

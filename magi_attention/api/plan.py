@@ -45,6 +45,7 @@ from magi_attention.functional import ahead, documents
 from magi_attention.functional import layout as token_layout
 from magi_attention.functional.attention_check import PlanMark, note_call
 from magi_attention.functional.dist_attn import dist_attn
+from magi_attention.functional.recurrent import contiguous
 from magi_attention.functional.runtime import AttnPolicy, AttnRuntime, Trace
 from magi_attention.kernels import default_registry
 from magi_attention.kernels.dropout import dropout_of
@@ -84,6 +85,17 @@ class Plan(meta_plan.Plan):
         if is_compiling():
             return compiled_gather(x, self._facts(group), self.total_tokens, is_partial_grad, dim)
         return token_layout.gather(x, self._layout(group), is_partial_grad, dim)
+
+    def to_contiguous(self, x: torch.Tensor, group: Any = None, dim: int = 0) -> torch.Tensor:
+        """This rank's part of the padded sequence cut into consecutive shards, from the local rows of all ranks.
+
+        Shard r has as many rows as rank r holds (``shard_sizes``), and they follow those of rank r - 1. For layers that
+        want their tokens in order. One all-to-all-v, and one for gradients; any dtype, any other dims."""
+        return contiguous.to_contiguous(x, self._layout(group), dim)
+
+    def from_contiguous(self, x: torch.Tensor, group: Any = None, dim: int = 0) -> torch.Tensor:
+        """The inverse of ``to_contiguous``."""
+        return contiguous.from_contiguous(x, self._layout(group), dim)
 
     def roll(self, x: torch.Tensor, shift: int, group: Any = None, dim: int = 0) -> torch.Tensor:
         """``torch.roll(padded global tensor, shift, dim)`` in local form. Pad rows take part in the wrap-around, and

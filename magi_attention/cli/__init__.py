@@ -111,6 +111,7 @@ def _add_explain(commands) -> None:
     explain.add_argument("--node-size", help="ranks per node, 8 or 8,8,4: for the dispatch, and bytes by link")
     explain.add_argument("--degree", type=degree, default=1, help="overlap stages, or 'dynamic'")
     explain.add_argument("--chunk-size", type=token_count, help="tokens per chunk; chosen without it")
+    explain.add_argument("--max-fragments", type=int, help="ranges of tokens per rank, at most; any without it")
     explain.add_argument(
         "--dispatch", choices=("locality", "min-heap", "sequential"), default="locality",
         help="how chunks are given to ranks: DispatchConfig's LocalityDispatchAlg, and so on",

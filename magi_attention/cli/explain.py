@@ -55,7 +55,12 @@ def plan_for(mask, cp_size: int, args: argparse.Namespace, dispatch: str, query_
         mask,
         cp_size,
         config=DistAttnConfig(
-            DispatchConfig(chunk_size=args.chunk_size, alg=alg, nodes=nodes_for(args.node_size, cp_size)),
+            DispatchConfig(
+                chunk_size=args.chunk_size,
+                alg=alg,
+                nodes=nodes_for(args.node_size, cp_size),
+                max_fragments=args.max_fragments,
+            ),
             overlap_for(args.degree),
         ),
         num_heads_q=args.heads_q,

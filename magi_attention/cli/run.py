@@ -117,8 +117,8 @@ def finish_run(folder: Path, args: argparse.Namespace, ranks: int, started: floa
     from magi_attention.tools.report.run import LIMIT, read_run, write_page
 
     result = read_run(folder)
-    fixed = {"degree": args.degree, "chunk_size": None, "plan_rates": None, "node_size": None}
-    shape = argparse.Namespace(**result.parallel["heads"], **fixed)
+    unset = dict.fromkeys(("chunk_size", "max_fragments", "plan_rates", "node_size"))
+    shape = argparse.Namespace(**result.parallel["heads"], degree=args.degree, **unset)
     # As the training made it.
     page = write_page(folder, result, plan_for(read_mask(folder / "mask.json"), ranks, shape, "locality", "never"))
     for name, curve in ((f"{ranks} ranks", result.parallel), ("one process", result.replay)):

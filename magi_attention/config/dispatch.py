@@ -193,14 +193,19 @@ class DispatchConfig:
         alg: the dispatch algorithm.
         nodes: which ranks share a node, for LocalityDispatchAlg: the number of ranks in each, as 8, or the node of each
             rank, as (0, 0, 0, 1, 1). None where that is not known.
+        max_fragments: at most so many ranges of consecutive tokens a rank, for layers that pass states from one to the
+            next (``plan.fragments()``); None for any number. Where the algorithm's ranks hold more, runs of chunks are
+            shared out by their areas; ``plan.imbalance`` says how evenly.
     Raises:
-        ContractError: chunk_size or nodes not positive, or uneven_shard with an algorithm of equal counts.
+        ContractError: chunk_size, nodes or max_fragments not positive, or uneven_shard with an algorithm of equal
+            counts.
     """
 
     chunk_size: int | None = None
     uneven_shard: bool = False
     alg: DispatchAlg = field(default_factory=LocalityDispatchAlg)
     nodes: int | tuple[int, ...] | None = None
+    max_fragments: int | None = None
 
     def __post_init__(self) -> None:
         if self.chunk_size is not None:
@@ -210,6 +215,8 @@ class DispatchConfig:
             object.__setattr__(self, "nodes", nodes)
         elif self.nodes is not None:
             set_ints(self, "nodes", at_least=1)
+        if self.max_fragments is not None:
+            set_ints(self, "max_fragments", at_least=1)
         if not is_instance(self.alg, DispatchAlg):
             raise ContractError(f"DispatchConfig.alg is {self.alg!r}; give for example MinHeapDispatchAlg().")
         if self.uneven_shard and self.alg.is_equal_num_workloads:

@@ -104,7 +104,10 @@ class PackingCollator:
     * ``input_ids``, ``position_ids`` (1, T): T tokens of this rank; positions count from 0 in every document,
     * ``labels`` and ``shift_labels`` (1, T), the same tensor: the label of the next token of the same document, else
       -100, so nothing needs shifting,
-    * ``magi_plans``: the ``LayerPlans``.
+    * ``magi_plans``: the ``LayerPlans``,
+    * with ``has_segments``, for kernels that carry a state: ``seq_idx`` (1, T) int32, ``cu_seq_lens_q`` and
+      ``cu_seq_lens_k`` (S + 1,) int32, and the numbers ``max_length_q`` and ``max_length_k``, of the S parts of
+      documents that this rank holds in one piece (``Fragments.segments``). On one rank these are the documents.
 
     ``windows`` are the sliding windows of the model's layers, in tokens that a token sees, itself included; ``chunks``
     the sizes of chunked attention. ``config`` goes to ``make_plan``. ``inner`` is another collator: examples go to it,
@@ -122,6 +125,7 @@ class PackingCollator:
     chunks: Sequence[int] = ()
     per_token: Sequence[str] = ()
     inner: Callable[[Sequence[Any]], Mapping[str, Any]] | None = None
+    has_segments: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.cp_rank < self.cp_size:
@@ -156,7 +160,18 @@ class PackingCollator:
                 raise ContractError(f"Some examples of a batch have {name!r} and others do not; give it to all.")
             columns[name] = np.concatenate([x.extra[name] for x in read])[rows]
         batch: dict[str, Any] = {name: torch.from_numpy(column)[None] for name, column in columns.items()}
-        return {**batch, "shift_labels": batch["labels"], "magi_plans": plans}
+        segments = _segments(plans.full, self.cp_rank) if self.has_segments else {}
+        return {**batch, "shift_labels": batch["labels"], "magi_plans": plans, **segments}
+
+
+def _segments(plan: Plan, rank: int) -> dict[str, Any]:
+    """What DataCollatorWithFlattening of transformers gives, of the segments of a rank."""
+    bounds = plan.fragments().segments(rank)
+    lengths = np.diff(bounds)
+    index = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
+    cu, longest = torch.from_numpy(bounds.astype(np.int32)), int(lengths.max())
+    of_kernels = {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu, "max_length_q": longest, "max_length_k": longest}
+    return {"seq_idx": torch.from_numpy(index)[None], **of_kernels}
 
 
 __all__ = ["IGNORE_INDEX", "LayerPlans", "PackingCollator", "layer_plans"]

@@ -20,13 +20,8 @@ from magi_attention.env.snapshot import RuntimeFlags, check_flag_comb
 from magi_attention.errors import ContractError, MagiError, UnsupportedError
 from magi_attention.integrations.packing import PackingCollator
 from magi_attention.integrations.shared.layer_kinds import chunks_of, parts_without_text, text_config, windows_of
+from magi_attention.integrations.shared.recurrent_layers import MIXING_TYPES, can_know_plans, has_known, mixing_layers
 from magi_attention.kernels import AttnOptions, Problem, default_registry
-
-# Layers that mix tokens other than by attention, by what configs and classes call them. The tokens of a rank are not
-# contiguous, so such a layer computes something else.
-_MIXING_TYPES = ("linear_attention", "mamba", "conv", "recurrent", "rwkv")
-_MIXING_CLASSES = ("Mamba", "GatedDelta", "DeltaNet", "ShortConv", "Rwkv", "RWKV", "RecurrentBlock", "LinearAttention")
-_POOLED = (nn.LSTM, nn.GRU, nn.RNN, nn.Conv1d)
 
 
 @dataclass(frozen=True)
@@ -110,22 +105,22 @@ def of_forward(model: nn.Module) -> Iterator[Finding]:
 
 def of_layers(model: nn.Module, config: Any, cp_size: int) -> Iterator[Finding]:
     """What of the layers other than attention does not work with packed documents, or if ranks hold parts of them."""
+    name, layer = next(mixing_layers(model), ("", None))
     where = "documents that are packed leak into each other" if cp_size == 1 else "ranks hold others"
-    remedy = (
-        "Train one document at a time, without packing."
-        if cp_size == 1
-        else "Take a model without such layers, or gather the sequence around them (plan.gather, plan.shard)."
-    )
-    kinds = set(getattr(config, "layer_types", None) or ())
-    for kind in sorted(k for k in kinds if any(word in k for word in _MIXING_TYPES)):
-        yield Finding("error", f"Layers of type {kind!r} mix neighbouring tokens, and {where}.", remedy)
-    for name, module in model.named_modules():
-        kind = type(module).__name__
-        is_conv = isinstance(module, nn.Conv1d) and module.kernel_size[0] == 1
-        if any(word in kind for word in _MIXING_CLASSES) or (isinstance(module, _POOLED) and not is_conv):
-            said = f"{kind} mixes neighbouring tokens, and {where} (first at {name})."
-            yield Finding("error", said, remedy)
-            return
+    if layer is not None and can_know_plans(layer):
+        remedy = "Call use_recurrent_layers(model) of magi_attention.integrations.transformers."
+    elif cp_size == 1:
+        remedy = "Train one document at a time, without packing."
+    else:
+        remedy = "Take a model without such layers, or gather the sequence around them (plan.gather, plan.shard)."
+    if layer is None and not has_known(model):  # no class has a name that is known; the config may tell
+        kinds = set(getattr(config, "layer_types", None) or ())
+        for kind in sorted(k for k in kinds if any(word in k for word in MIXING_TYPES)):
+            yield Finding("error", f"Layers of type {kind!r} mix neighbouring tokens, and {where}.", remedy)
+    if layer is not None:
+        said = f"{type(layer).__name__} mixes neighbouring tokens, and {where} (first at {name})."
+        yield Finding("error", said, remedy)
+        return
     if cp_size > 1 and getattr(config, "router_aux_loss_coef", 0) and getattr(config, "output_router_logits", False):
         yield Finding("warning", "The auxiliary loss of experts is taken over the tokens of each rank.",
                       "Its mean over ranks is not that of the whole sequence.")  # fmt: skip

@@ -37,6 +37,7 @@ from magi_attention.meta.solver.locality import (
 )
 from magi_attention.meta.solver.ownership import owners
 from magi_attention.meta.solver.partition import min_heap, sequential
+from magi_attention.meta.solver.runs import few_runs, most_runs
 
 Partitions = tuple[tuple[int, ...], ...]
 # Another partition has to save this share of MinHeap's cost. Runs of chunks take the backward kernel 5 to 7% longer
@@ -50,9 +51,24 @@ def solve_dispatch(cut: Cut, slice_of: NDArray[np.int64], cp_size: int, config: 
     ``slice_of`` is the slice of each piece of ``cut``. Pure: every rank computes the same. ``ContractError`` for an
     algorithm that gives no partition or cannot serve uneven shards; ``DispatchError`` if a rank would get no chunk.
     """
-    num_chunks, work = len(cut.bounds), cut.work
+    num_chunks = len(cut.bounds)
     if cp_size == 1:
         return (tuple(range(num_chunks)),)
+    found = _by_algorithm(cut, slice_of, cp_size, config)
+    if has_few_runs(found, num_chunks, config):
+        return found
+    assert config.max_fragments is not None
+    return check_partitions(few_runs(cut.work, cp_size, config.max_fragments), num_chunks, cp_size)
+
+
+def has_few_runs(partitions: Sequence[Sequence[int]], num_chunks: int, config: DispatchConfig) -> bool:
+    """Does no rank hold more ranges of chunks than ``config`` allows?"""
+    return config.max_fragments is None or most_runs(partitions, num_chunks) <= config.max_fragments
+
+
+def _by_algorithm(cut: Cut, slice_of: NDArray[np.int64], cp_size: int, config: DispatchConfig) -> Partitions:
+    """As ``solve_dispatch``, with any number of runs."""
+    num_chunks, work = len(cut.bounds), cut.work
     alg = config.alg  # chosen by type and not by class: a reload of its module makes another class
     if not alg.is_partitions_returned:
         raise ContractError(

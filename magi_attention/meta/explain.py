@@ -20,7 +20,7 @@ def explain(plan: Plan, element_bytes: int = 2) -> dict[str, Any]:
 
     Keys: ``tokens, padded_tokens, cp_size, chunk_size, num_chunks, degree, area, areas`` (per rank),
     ``imbalance`` (heaviest rank over the mean), ``least_rows`` (that must move in all, ``bounds.least_rows``),
-    ``imbalance_contiguous`` (without dispatch), ``shard_sizes``,
+    ``imbalance_contiguous`` (without dispatch), ``shard_sizes``, ``fragments`` (ranges of tokens of each rank),
     ``rows_sent, rows_received`` (per rank), ``stage_rows`` (per rank and stage), ``bytes_per_stage`` (all ranks),
     ``bytes_total``, ``ring_bytes`` and ``all_gather_bytes`` (what those move for the same K and V; they are equal,
     the all-gather only holds everything at once), ``row_bytes``. Where queries move: ``query_rows_sent,
@@ -47,6 +47,7 @@ def explain(plan: Plan, element_bytes: int = 2) -> dict[str, Any]:
         "least_rows": least_rows(plan),
         "imbalance_contiguous": float(contiguous.max() / mean) if area else 1.0,
         "shard_sizes": list(plan.shard_sizes),
+        "fragments": [len(plan.host_ranges(rank)) for rank in range(plan.cp_size)],
         "rows_sent": matrix.sum(axis=1).tolist(),
         "rows_received": matrix.sum(axis=0).tolist(),
         "stage_rows": rows.tolist(),

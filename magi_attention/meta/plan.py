@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from magi_attention.common.group_spec import GroupSpec
 from magi_attention.common.infer import CuSeqlens, documents
-from magi_attention.common.intervals import Packing, merge_intervals, ramps, split_at, subtract_intervals, sum_by
+from magi_attention.common.intervals import Packing, merge_intervals, split_at, subtract_intervals, sum_by
 from magi_attention.common.plan_cache import PlanCache
 from magi_attention.common.slices import Q0, Q1, SliceTable, areas, merge
 from magi_attention.common.two_level.nodes import Nodes
@@ -27,7 +27,8 @@ from magi_attention.config import OverlapConfig
 from magi_attention.config.rates import MachineRates
 from magi_attention.errors import ContractError
 from magi_attention.meta.chunking import chunk_areas, chunk_bounds, split_by_chunk
-from magi_attention.meta.rank_plan import RankPlan, StagePlan, local_slices
+from magi_attention.meta.fragments import Fragments
+from magi_attention.meta.rank_plan import RankPlan, StagePlan, destinations, local_slices
 from magi_attention.meta.solver.ownership import owners
 
 T = TypeVar("T")
@@ -175,6 +176,26 @@ class Plan:
 
         ``cu_seqlens`` as of ``Mask.varlen``, or None for the plan's own. ``ContractError`` if it has none.
         """
+        cu = self._documents(cu_seqlens)
+        after = np.searchsorted(cu, np.minimum(self.position_array(rank), self.total_tokens - 1), side="right")
+        return cu[after - 1], cu[after]
+
+    def fragments(self, cu_seqlens: CuSeqlens | None = None) -> Fragments:
+        """The ranges of consecutive tokens that each rank holds, where documents begin in them, and which passes a
+        state to which: for recurrent layers. A value on the CPU, for all ranks; asks no group. ``cu_seqlens`` as of
+        ``document_bounds``."""
+        return self._own_fragments if cu_seqlens is None else self._fragments_of(cu_seqlens)
+
+    @cached_property
+    def _own_fragments(self) -> Fragments:
+        found = self._fragments_of(None)
+        self.cache.count("fragments", found.ranges)
+        return found
+
+    def _fragments_of(self, cu_seqlens: CuSeqlens | None) -> Fragments:
+        return Fragments(tuple(map(self.host_ranges, range(self.cp_size))), self._documents(cu_seqlens))
+
+    def _documents(self, cu_seqlens: CuSeqlens | None) -> NDArray[np.int64]:
         known = self.cu_seqlens if cu_seqlens is None else documents(cu_seqlens, self.total_tokens)
         if known is None:
             raise ContractError(
@@ -182,9 +203,7 @@ class Plan:
                 "one. Give cu_seqlens=[0, n0, n0 + n1, ...] here, or where the mask is made, as in "
                 "Mask.from_slices(..., cu_seqlens=cu_seqlens); [0, total] is one document."
             )
-        cu = np.array(known, dtype=np.int64)
-        after = np.searchsorted(cu, np.minimum(self.position_array(rank), self.total_tokens - 1), side="right")
-        return cu[after - 1], cu[after]
+        return np.array(known, dtype=np.int64)
 
     # ---- areas --------------------------------------------------------------------------------------
 
@@ -297,7 +316,7 @@ class Plan:
             rank,
             self.cp_size,
             tuple((held[:, 1] - held[:, 0]).tolist()),
-            _destinations(held, ranges_of),
+            destinations(held, ranges_of),
             tuple((received[:, 1] - received[:, 0]).tolist()),
             tuple(self.owner_of(received[:, 0]).tolist()),
         )
@@ -378,17 +397,6 @@ def _update(digest: hashlib.blake2b, arrays: Sequence[NDArray[np.int64]]) -> Non
     digest.update(np.array([len(array) for array in arrays], dtype=np.int64).tobytes())
     if arrays:
         digest.update(np.concatenate(arrays).tobytes())
-
-
-def _destinations(held: NDArray[np.int64], ranges_of: Sequence[NDArray[np.int64]]) -> tuple[tuple[int, ...], ...]:
-    """For ``held`` ranges, cut at all bounds of what ranks receive: which ranks receive each, ascending."""
-    ranges = np.concatenate(ranges_of)
-    first, end = np.searchsorted(held[:, 0], ranges).T
-    at = ramps(first, end - first)
-    rank = np.repeat(np.repeat(np.arange(len(ranges_of)), [len(x) for x in ranges_of]), end - first)
-    to = rank[np.argsort(at, kind="stable")].tolist()  # by range, and in a range by rank
-    ends = np.cumsum(np.bincount(at, minlength=len(held))).tolist()
-    return tuple(tuple(to[a:b]) for a, b in zip([0, *ends], ends))
 
 
 __all__ = ["QUERY_MOVES", "Plan"]

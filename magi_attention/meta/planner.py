@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -29,6 +29,7 @@ from magi_attention.meta.dispatch import (
     Partitions,
     check_partitions,
     dispatch_by_nodes,
+    has_few_runs,
     knows_no_nodes,
     solve_dispatch,
 )
@@ -122,12 +123,13 @@ def build_plan(
     dispatch = config.dispatch_config
     chunk = resolve_chunk_size(total_tokens, cp_size, dispatch.chunk_size, min_chunks_per_rank)
     if balance is not None and dispatch.chunk_size is None:
-        unaware = DispatchConfig(uneven_shard=dispatch.uneven_shard, alg=dispatch.alg)
+        unaware = replace(dispatch, nodes=None)  # type: ignore[arg-type]
         choice = _refine(slices, total_tokens, cp_size, chunk, unaware, balance)
         choice = _by_nodes(slices, total_tokens, choice, dispatch)
     else:
         choice = _dispatch(_cut(slices, total_tokens, cp_size, chunk, dispatch), cp_size, dispatch)
-    choice, assigned = with_moves(choice, options.heads, options.query_moves, options.rates, may_dispatch=True)
+    may_dispatch = dispatch.max_fragments is None
+    choice, assigned = with_moves(choice, options.heads, options.query_moves, options.rates, may_dispatch=may_dispatch)
     nodes = Nodes.of_config(dispatch.nodes, cp_size)
     return _finish(slices, total_tokens, choice, options, config.overlap_config, assigned, dispatch.uneven_shard, nodes)
 
@@ -196,7 +198,7 @@ def _by_nodes(slices: SliceTable, total: int, choice: Dispatched, config: Dispat
     if unaware is None:
         return choice
     found, is_shared = dispatch_by_nodes(given, unaware, config)
-    if found is not None:
+    if found is not None and has_few_runs(found, len(given.bounds), config):
         return _dispatched(given, choice.chunk, choice.pad, check_partitions(found, len(given.bounds), world))
     for halvings in range(1, _MOST_HALVINGS + 1):
         chunk = -(-choice.chunk // 2**halvings)
@@ -204,7 +206,7 @@ def _by_nodes(slices: SliceTable, total: int, choice: Dispatched, config: Dispat
             break
         _, pad, cut, _ = _cut(slices, total, world, chunk, config)
         found, is_shared = dispatch_by_nodes(cut, unaware, config)
-        if found is not None:
+        if found is not None and has_few_runs(found, len(cut.bounds), config):
             return _dispatched(cut, chunk, pad, check_partitions(found, len(cut.bounds), world))
     return choice
 

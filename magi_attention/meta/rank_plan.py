@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -136,4 +137,15 @@ def remote_areas(slices: NDArray[np.int64], remote: Packing, chunk: int) -> NDAr
     return sum_by(cut[window, 0] // chunk, areas(pieces), len(starts))
 
 
-__all__ = ["RankPlan", "StagePlan", "cut_by_windows", "local_slices", "remote_areas"]
+def destinations(held: NDArray[np.int64], ranges_of: Sequence[NDArray[np.int64]]) -> tuple[tuple[int, ...], ...]:
+    """For ``held`` ranges, cut at all bounds of what ranks receive: which ranks receive each, ascending."""
+    ranges = np.concatenate(ranges_of)
+    first, end = np.searchsorted(held[:, 0], ranges).T
+    at = ramps(first, end - first)
+    rank = np.repeat(np.repeat(np.arange(len(ranges_of)), [len(x) for x in ranges_of]), end - first)
+    to = rank[np.argsort(at, kind="stable")].tolist()  # by range, and in a range by rank
+    ends = np.cumsum(np.bincount(at, minlength=len(held))).tolist()
+    return tuple(tuple(to[a:b]) for a, b in zip([0, *ends], ends))
+
+
+__all__ = ["RankPlan", "StagePlan", "cut_by_windows", "destinations", "local_slices", "remote_areas"]

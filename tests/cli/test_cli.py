@@ -30,6 +30,13 @@ def test_explain_writes_tables_and_a_page(tmp_path, capsys):
     assert '<script type="application/json" id="plan">' in page and "2,048" in page
 
 
+def test_explain_with_few_ranges_of_tokens(capsys):
+    arguments = ["explain", "--docs", "300,1000,748", "--cp", "4", "--no-pictures"]
+    assert main([*arguments, "--max-fragments", "2"]) == 0
+    assert re.search(r"ranges of tokens of a rank, at most +2\b", capsys.readouterr().out)
+    assert main([*arguments, "--max-fragments", "0"]) != 0 and "max_fragments" in capsys.readouterr().err
+
+
 def test_explain_for_256_ranks(tmp_path, capsys):
     arguments = ["--mask", "sliding-window", "--window", "2048", "--tokens", "262144", "--cp", "256"]
     assert main(["explain", *arguments, "--degree", "2", "--out", str(tmp_path)]) == 0

@@ -38,10 +38,29 @@ RIGHT = {
                    "num_local_experts": 2, "intermediate_size_mlp": 64, "no_rope_layers": [1, 0]},
     "SeedOss": {"residual_dropout": 0.0},
 }  # fmt: skip
+_LINEAR = {
+    "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4, "layer_types": ["linear_attention", "full_attention"],
+}  # fmt: skip
+_MAMBA = {
+    "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 2, "mamba_d_conv": 4,
+    "mamba_chunk_size": 16, "mamba_expand": 2,
+}  # fmt: skip
+# With recurrent layers or short convolutions beside attention.
+HYBRID = {
+    "Qwen3Next": {**_LINEAR, "num_experts": 4, **_EXPERTS, "shared_expert_intermediate_size": 16},
+    "Qwen3_5Text": _LINEAR, "OlmoHybrid": {**_LINEAR, "linear_num_key_heads": 4},
+    "KimiLinear": {**_MLA, "linear_num_heads": 4, "linear_head_dim": 8, "layer_types": _LINEAR["layer_types"]},
+    "Lfm2": {"layer_types": ["conv", "full_attention"]},
+    "FalconH1": {**_MAMBA, "mamba_d_ssm": 64}, "Bamba": {**_MAMBA, "attn_layer_indices": [1]},
+    "NemotronH": {"mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 8, "n_groups": 2,
+                  "layers_block_type": ["mamba", "attention"]},
+    "GraniteMoeHybrid": {**_MAMBA, "layer_types": ["mamba", "attention"], "num_local_experts": 0,
+                         "shared_intermediate_size": 64},
+}  # fmt: skip
+HYBRID_SINCE = 5.24  # the release of transformers whose layers call functions that can be given plans
 # Refused, with words of the sentence.
 REFUSED = {
-    "Qwen3Next": ({}, "'linear_attention' mix"), "Lfm2": ({"layer_types": ["conv", "full_attention"]}, "'conv' mix"),
-    "FalconH1": ({}, "Conv1d mixes"), "NemotronH": ({}, "mix(es)? neighbouring"),
     "Jamba": ({}, "mix(es)? neighbouring|attention of its own"),
     "MiniMax": ({}, "mix neighbouring"),
     "RecurrentGemma": ({}, "mix(es)? neighbouring|attention of its own"),
@@ -53,14 +72,15 @@ REFUSED = {
     "Nemotron": ({}, "ran without attention by a plan"),
 }  # fmt: skip
 # The release of transformers from which on they take their attention from the interface, and hand plans on.
-SINCE = {"GPTJ": 5.24, "CodeGen": 5.24, "GPT2": 5.0, "OPT": 5.0, "BioGpt": 5.0, "NemotronH": 5.0, "Persimmon": 5.0}
+SINCE = {"GPTJ": 5.24, "CodeGen": 5.24, "GPT2": 5.0, "OPT": 5.0, "BioGpt": 5.0, "Persimmon": 5.0}
 _WITHOUT_HEAD_DIM = ("Falcon", "Phi", "StableLm")
 
 
 def make_config(name: str):
     import transformers
 
-    changes = RIGHT[name] if name in RIGHT else REFUSED[name][0]
+    known = {**RIGHT, **HYBRID}
+    changes = known[name] if name in known else REFUSED[name][0]
     given = {**_SAME, **changes}
     if name in _WITHOUT_HEAD_DIM:
         del given["head_dim"]

@@ -64,6 +64,27 @@ def test_ranks_have_all_rows_once(seed):
     assert [got[place] for place in range(len(want))] == want
 
 
+@pytest.mark.parametrize("seed", range(30))
+def test_parts_of_documents_are_told_apart(seed):
+    """Two rows are of one part if they follow one another in a document; on one rank parts are the documents."""
+    examples, cp_size = draw(seed), 1 + seed % 3
+    print(f"seed {seed}: {examples}")
+    documents = [n for x in examples for n in x.get("seq_lengths", [len(x["input_ids"])])]
+    document_of = np.repeat(np.arange(len(documents)), documents)
+    for rank in range(cp_size):
+        batch = PackingCollator(cp_size, rank, has_segments=True)(examples)
+        rows = batch["magi_plans"].full.position_array(rank)
+        document = np.where(rows < len(document_of), document_of[np.minimum(rows, len(document_of) - 1)], -1)
+        follows = (np.diff(rows) == 1) & (np.diff(document) == 0)
+        lengths = np.diff(batch["cu_seq_lens_q"].numpy())
+        assert batch["seq_idx"].dtype == batch["cu_seq_lens_k"].dtype == torch.int32
+        assert np.array_equal(np.diff(batch["seq_idx"][0].numpy()) == 0, follows)
+        assert lengths.sum() == len(rows) and np.array_equal(np.flatnonzero(~follows) + 1, np.cumsum(lengths)[:-1])
+        assert batch["max_length_q"] == batch["max_length_k"] == lengths.max()
+        if cp_size == 1:
+            assert lengths.tolist() == documents
+
+
 def test_plans_of_windows_have_the_tokens_of_the_full_one():
     examples = [{"input_ids": list(range(50))}, {"input_ids": list(range(30))}]
     plans = PackingCollator(2, 1, windows=[8, 8, 3])(examples)["magi_plans"]

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tiny models of transformers, by name, made from their configs with one seed; and documents of random tokens."""
+"""Tiny models of transformers, by name here or in ``architectures``, made from their configs with one seed; and
+documents of random tokens."""
 
 from __future__ import annotations
 
 import torch
+from architectures import make_config
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, GptOssConfig, LlamaConfig, Qwen3Config
 
 VOCABULARY, WINDOW = 64, 24
@@ -24,7 +26,8 @@ CONFIGS = {
 
 def make_model(name: str, attention: str, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(CONFIGS[name](), attn_implementation=attention, dtype=dtype)
+    config = CONFIGS[name]() if name in CONFIGS else make_config(name)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype)
     if name == "gpt_oss":  # its sinks begin as whatever memory held
         for layer in model.model.layers:
             torch.nn.init.normal_(layer.self_attn.sinks)

@@ -13,6 +13,7 @@ one's own works with ``PackingCollator`` and ``model(**batch)``.
 
 from magi_attention.integrations.shared.layer_kinds import chunks_of, windows_of
 from magi_attention.integrations.transformers.interface import NAME, attention, full_sequences, register
+from magi_attention.integrations.transformers.recurrent import use_recurrent_layers
 from magi_attention.integrations.transformers.trainer import ContextParallelMixin, ContextParallelTrainer
 
 __all__ = [
@@ -23,5 +24,6 @@ __all__ = [
     "chunks_of",
     "full_sequences",
     "register",
+    "use_recurrent_layers",
     "windows_of",
 ]

@@ -16,17 +16,21 @@ from transformers.trainer_utils import seed_worker
 
 from magi_attention.api import AttentionCheck
 from magi_attention.comm.transport.base import SingleTransport
+from magi_attention.config import DispatchConfig, DistAttnConfig
 from magi_attention.errors import ContractError, UnsupportedError
 from magi_attention.integrations.packing import PackingCollator
 from magi_attention.integrations.shared.layer_kinds import chunks_of, parts_without_text, windows_of
+from magi_attention.integrations.shared.recurrent_layers import has_known
 from magi_attention.integrations.transformers.checks import check_class, check_started, check_trainer
 from magi_attention.integrations.transformers.evaluation import BatchesInOrder, EvaluationMixin, plans_of
 from magi_attention.integrations.transformers.loss import LossOfOwnShift
+from magi_attention.integrations.transformers.recurrent import use_recurrent_layers
 from magi_attention.integrations.transformers.same_tokens import SameTokens
 
 # Columns of examples that PackingCollator reads, whether or not the model has arguments of these names.
 _COLUMNS = {"input_ids", "labels", "attention_mask", "position_ids", "seq_lengths", "completion_mask",
             "assistant_masks"}  # fmt: skip
+_MOST_FRAGMENTS = 8  # as many as keep 8 ranks balanced to 2% (docs/dispatch.md)
 
 
 class _Loader(DataLoader):
@@ -68,6 +72,7 @@ class ContextParallelMixin(EvaluationMixin):
         model = self.accelerator.unwrap_model(self.model)
         check_started(world)
         self.cp_size = self._cp_size(cp_size, world)
+        use_recurrent_layers(model)
         check_trainer(self, model, self.cp_size)
         self._make_groups(world, rank)
         self._same_tokens = SameTokens(self.cp_size)
@@ -79,8 +84,8 @@ class ContextParallelMixin(EvaluationMixin):
             collator = collator.inner
         per_token = sorted(name for name in self._arguments - _COLUMNS if name.endswith("token_type_ids"))
         self.data_collator = PackingCollator(
-            self.cp_size, rank % self.cp_size, windows_of(model.config), None, chunks_of(model.config),
-            per_token, collator,
+            self.cp_size, rank % self.cp_size, windows_of(model.config), _few_fragments(model), chunks_of(model.config),
+            per_token, collator, has_segments=True,
         )  # fmt: skip
 
     def _cp_size(self, asked: int | None, world: int) -> int:
@@ -200,6 +205,11 @@ class ContextParallelMixin(EvaluationMixin):
 
 class ContextParallelTrainer(ContextParallelMixin, Trainer):
     """``transformers.Trainer`` for packed documents over ``cp_size`` ranks."""
+
+
+def _few_fragments(model: torch.nn.Module) -> DistAttnConfig | None:
+    """For models whose layers pass states: each of a rank's ranges of tokens takes one more summary of it."""
+    return DistAttnConfig(DispatchConfig(max_fragments=_MOST_FRAGMENTS)) if has_known(model) else None
 
 
 def _given(init: Any, name: str, args: tuple, kwargs: dict) -> Any:

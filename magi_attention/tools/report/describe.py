@@ -55,6 +55,7 @@ def overview_table(plan: Plan, numbers: dict) -> Table:
         ["share of the dense square", f"{numbers['area'] / dense:.2%}"],
         ["ranks", f"{plan.cp_size}"],
         ["chunks", f"{plan.num_chunks:,} of {plan.chunk_size:,} tokens"],
+        ["ranges of tokens of a rank, at most", f"{max(numbers['fragments']):,}"],
         ["imbalance, max/mean", f"{numbers['imbalance']:.4f}"],
         ["the same for a contiguous split", f"{numbers['imbalance_contiguous']:.4f}"],
         ["rows of K and V fetched, all ranks", f"{sum(numbers['rows_received']):,}"],

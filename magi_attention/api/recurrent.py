@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recurrent layers (gated delta rule, KDA, Mamba-2, short convolutions) over the dispatch of a plan.
+
+A plan's ranks hold fragments of the sequence (``plan.fragments()``). Within them a library's kernel for packed
+documents runs, and states pass from fragment to fragment here. All are collective over the group and differentiable.
+Adapters for particular kernels (flash-linear-attention, mamba_ssm) are not there yet: wrap one as ``run_recurrent``
+says. Under ``torch.compile`` these calls break the graph.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from magi_attention.api.plan import Plan, check_plan
+from magi_attention.common.infer import CuSeqlens
+from magi_attention.functional.attention_check import note_call
+from magi_attention.functional.recurrent import conv, layers, states
+
+
+@torch.compiler.disable
+def pass_states(
+    transition: torch.Tensor,
+    state: torch.Tensor,
+    plan: Plan,
+    group: Any = None,
+    *,
+    cu_seqlens: CuSeqlens | None = None,
+    way: str = "auto",
+) -> torch.Tensor:
+    """The state that comes to each of this rank's fragments, ``(F, H, K, V)``, zero where a document begins.
+
+    ``state`` ``(F, H, K, V)`` is what the last segment of each fragment (``plan.fragments().last_segments(rank)``)
+    makes of a zero state. ``transition`` is the product of the transitions of that segment's tokens, so that a state S
+    becomes ``transition S + state``: a number of each head ``(F, H)`` (Mamba-2), a diagonal ``(F, H, K)`` (gated linear
+    attention) or a matrix ``(F, H, K, K)`` (gated delta rule, KDA). Both have one floating-point dtype, as float32.
+
+    Documents are those of the plan's mask, or of ``cu_seqlens`` as of ``plan.labels``. ``way``: "gather" sends the
+    summaries of a document's earlier fragments to the ranks that hold later ones, by one all-to-all-v; "chain" sends
+    one state from fragment to fragment, in as many steps as the longest chain has; "auto" takes what moves less, a step
+    counted as what a link moves in the latency of a collective. The order of additions is that of the document, so
+    results have the same bits in every run. Gradients take the same way back; they may be differentiated again.
+    ``ContractError`` for shapes and dtypes that do not fit.
+    """
+    check_plan(plan)
+    return states.pass_states(transition, state, plan._layout(group), cu_seqlens, way)
+
+
+@torch.compiler.disable
+def decay_of_fragments(
+    log_decay: torch.Tensor, plan: Plan, group: Any = None, *, cu_seqlens: CuSeqlens | None = None
+) -> torch.Tensor:
+    """The ``transition`` of ``pass_states`` for layers whose tokens decay the state and do nothing else to it.
+
+    ``log_decay`` ``(T, H)`` or ``(T, H, K)`` are logarithms of each local token's decay. Returns ``(F, H)`` or
+    ``(F, H, K)``, of the same dtype; no communication.
+    """
+    check_plan(plan)
+    return layers.decay_of_fragments(log_decay, plan._layout(group), cu_seqlens)
+
+
+@torch.compiler.disable
+def run_recurrent(
+    kernel: layers.Kernel,
+    value: torch.Tensor,
+    key_dim: int,
+    plan: Plan,
+    group: Any = None,
+    *,
+    transition: torch.Tensor | None = None,
+    state_dtype: torch.dtype = torch.float32,
+    cu_seqlens: CuSeqlens | None = None,
+) -> torch.Tensor:
+    """A recurrent layer's output for this rank's tokens, as one device computes it for each document alone.
+
+    ``kernel(value, initial_state, cu_seqlens) -> (out, final_state)`` runs this rank's tokens, whose other inputs it
+    holds: ``value`` ``(T, H, V)``, ``initial_state`` and ``final_state`` ``(S, H, K, V)`` of ``state_dtype``,
+    ``cu_seqlens`` ``(S + 1,)`` int64 on the device of ``value``; S segments, each of which begins with its initial
+    state. ``out`` may have any shape. The kernel must be linear in (value, initial_state), and differentiable.
+
+    It is called for the states that segments leave, if states pass at all, and with the states that came. Without
+    ``transition`` (see ``pass_states``) it is called once more for that, with values of zero ``(T, H, K)`` and the
+    identity as initial state. ``key_dim`` is K. Returns ``out``. With flash-linear-attention, for one:
+
+        def kernel(value, initial_state, cu_seqlens):
+            out, final = chunk_gated_delta_rule(
+                q[None], k[None], value[None], g[None], beta[None], initial_state=initial_state,
+                output_final_state=True, cu_seqlens=cu_seqlens,
+            )
+            return out[0], final
+    """
+    check_plan(plan)
+    note_call(plan._mark)
+    layout = plan._layout(group)
+    return layers.run_recurrent(kernel, value, key_dim, layout, transition, state_dtype, cu_seqlens)
+
+
+@torch.compiler.disable
+def conv_history(
+    x: torch.Tensor, width: int, plan: Plan, group: Any = None, *, cu_seqlens: CuSeqlens | None = None
+) -> torch.Tensor:
+    """The ``width - 1`` tokens before each of this rank's fragments, ``(F, width - 1, ...)`` in their order, zero where
+    they would be of another document: the initial states of a causal convolution's kernel.
+
+    ``x`` ``(T, ...)`` are this rank's tokens, of any dtype. They may come from several fragments and ranks.
+    """
+    check_plan(plan)
+    return conv.history(x, plan._layout(group), width, cu_seqlens)
+
+
+@torch.compiler.disable
+def causal_conv1d(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    plan: Plan,
+    group: Any = None,
+    *,
+    bias: torch.Tensor | None = None,
+    cu_seqlens: CuSeqlens | None = None,
+) -> torch.Tensor:
+    """Causal depthwise convolution, each document alone: over the tokens of t's document
+    ``out[t, c] = bias[c] + sum_w weight[c, w] x[t - W + 1 + w, c]``.
+
+    ``x`` ``(T, C)`` are this rank's tokens, ``weight`` ``(C, W)``, ``bias`` ``(C,)``, of one dtype. Returns ``(T, C)``.
+    Torch's own convolution; gradients of ``weight`` and ``bias`` are those of this rank's tokens, as all parameters'.
+    """
+    check_plan(plan)
+    return conv.causal_conv1d(x, weight, bias, plan._layout(group), cu_seqlens)
+
+
+__all__ = ["causal_conv1d", "conv_history", "decay_of_fragments", "pass_states", "run_recurrent"]
