@@ -3,36 +3,18 @@
 
 from __future__ import annotations
 
-import functools
-import sys
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
+from magi_attention.api.graph_breaks import breaks_graph
 from magi_attention.api.plan import Plan, check_plan
 from magi_attention.common.forward_meta import AttnForwardMeta
 from magi_attention.env import general
 from magi_attention.functional.sparse import index_rows
 from magi_attention.functional.sparse.index_rows import IndexExchange
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
-
-
-def _eager(func: _Function) -> _Function:
-    """``torch.compiler.disable``, which imports the compiler, put off until a program has done so."""
-    disabled: list[Callable[..., Any]] = []
-
-    @functools.wraps(func)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if "torch._dynamo" not in sys.modules:
-            return func(*args, **kwargs)
-        if not disabled:
-            reason = "how many rows index attention fetches is known at run time only"
-            disabled.append(torch.compiler.disable(func, reason=reason))
-        return disabled[0](*args, **kwargs)
-
-    return call  # type: ignore[return-value]
+_eager = breaks_graph("how many rows index attention fetches is known at run time only")
 
 
 @_eager

@@ -13,13 +13,16 @@ from typing import Any
 
 import torch
 
+from magi_attention.api.graph_breaks import breaks_graph
 from magi_attention.api.plan import Plan, check_plan
 from magi_attention.common.infer import CuSeqlens
 from magi_attention.functional.attention_check import note_call
 from magi_attention.functional.recurrent import conv, layers, states
 
+_eager = breaks_graph("rows and states pass by tables of the plan")
 
-@torch.compiler.disable
+
+@_eager
 def pass_states(
     transition: torch.Tensor,
     state: torch.Tensor,
@@ -47,7 +50,7 @@ def pass_states(
     return states.pass_states(transition, state, plan._layout(group), cu_seqlens, way)
 
 
-@torch.compiler.disable
+@_eager
 def decay_of_fragments(
     log_decay: torch.Tensor, plan: Plan, group: Any = None, *, cu_seqlens: CuSeqlens | None = None
 ) -> torch.Tensor:
@@ -60,7 +63,7 @@ def decay_of_fragments(
     return layers.decay_of_fragments(log_decay, plan._layout(group), cu_seqlens)
 
 
-@torch.compiler.disable
+@_eager
 def run_recurrent(
     kernel: layers.Kernel,
     value: torch.Tensor,
@@ -96,7 +99,7 @@ def run_recurrent(
     return layers.run_recurrent(kernel, value, key_dim, layout, transition, state_dtype, cu_seqlens)
 
 
-@torch.compiler.disable
+@_eager
 def conv_history(
     x: torch.Tensor, width: int, plan: Plan, group: Any = None, *, cu_seqlens: CuSeqlens | None = None
 ) -> torch.Tensor:
@@ -109,7 +112,7 @@ def conv_history(
     return conv.history(x, plan._layout(group), width, cu_seqlens)
 
 
-@torch.compiler.disable
+@_eager
 def causal_conv1d(
     x: torch.Tensor,
     weight: torch.Tensor,

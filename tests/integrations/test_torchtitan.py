@@ -40,8 +40,8 @@ def dense(tmp_path_factory) -> dict:
 @pytest.mark.parametrize(
     "settings",
     [
-        {"cp": 2, "checkpointing": "full", "compile": True},
-        pytest.param({"cp": 2, "checkpointing": "selective"}, marks=pytest.mark.nightly),
+        {"cp": 2, "checkpointing": "selective"},
+        pytest.param({"cp": 2, "checkpointing": "full", "compile": True}, marks=pytest.mark.nightly),
         pytest.param({"cp": 2, "tp": 2, "checkpointing": "selective"}, marks=pytest.mark.nightly),
         pytest.param({"cp": 2, "dp": 2}, marks=pytest.mark.nightly),
         pytest.param({"cp": 2, "typechecking": True}, marks=needs_new_torch),
