@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
 import pickle
@@ -49,6 +50,18 @@ def test_a_former_path_is_the_module_where_it_is_now(path) -> None:
     space: dict = {}
     exec(f"import {name} as a\nfrom {parent} import {last} as b\nimport {name}\nc = {name}", space)
     assert space["a"] is space["b"] is space["c"] is module
+
+
+def test_no_package_exports_a_name_that_a_module_in_it_has() -> None:
+    """The import of the module, by whatever path, would put it in the place of what the package exports."""
+    hidden = []
+    for file in sorted((ROOT / "magi_attention").rglob("__init__.py")):
+        name = ".".join(file.parent.relative_to(ROOT).parts)
+        modules = {path.stem for path in file.parent.glob("*.py")} | {p.parent.name for p in file.parent.glob("*/*.py")}
+        imports = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.ImportFrom)]
+        words = {alias.asname or alias.name for node in imports if node.module != name for alias in node.names}
+        hidden += [f"{name}.{word}" for word in sorted(modules & words)]
+    assert hidden == []
 
 
 def test_what_a_moved_folder_lacks_is_not_found() -> None:

@@ -18,7 +18,7 @@ from magi_attention.tools.simulate.events import COMPUTE, LINK, Lanes
 from magi_attention.tools.simulate.kernels import KINDS, TABLE
 from magi_attention.tools.simulate.one_launch import one_launch
 from magi_attention.tools.simulate.ours import staged
-from magi_attention.tools.simulate.sweep import least, sweep
+from magi_attention.tools.simulate.sweeps import least, sweep
 from magi_attention.tools.simulate.ways import share_seconds
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
