@@ -38,6 +38,11 @@ del index_attn_func
 """
 
 
+needs_checkout = pytest.mark.skipif(
+    not (ROOT / "magi_attention" / "api").is_dir(), reason="the package is installed and not in a checkout"
+)
+
+
 @pytest.fixture
 def another(tmp_path):
     """A checkout with ``ANOTHER`` behind the package's own ``api``."""
@@ -51,6 +56,7 @@ def another(tmp_path):
     return api.parents[1]
 
 
+@needs_checkout
 @pytest.mark.nightly
 def test_the_same_checkout_twice(tmp_path, capfd):
     """Everything is timed on both sides and gives the same. Its speed is not asserted: others use this machine."""
@@ -74,6 +80,7 @@ def test_the_same_checkout_twice(tmp_path, capfd):
         assert row["ratio"] == pytest.approx(sum(row["us"]["new"]) / sum(row["us"]["old"]))
 
 
+@needs_checkout
 def test_each_process_runs_its_own_checkout(another, capfd):
     asked = ["--direction", "forward", "--masks", "full,index_8", "--limit", "2", *TINY]
     assert builds.main([str(ROOT), str(another), *asked]) == 1
@@ -189,6 +196,7 @@ def test_a_side_that_ends_is_named(tmp_path):
         checkouts.Side("old", tmp_path).check()
 
 
+@needs_checkout
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
