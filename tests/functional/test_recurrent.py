@@ -68,7 +68,7 @@ def test_layers_equal_documents_alone(layer: str, seed: int) -> None:
 
 
 def summaries(plan, kind: int, seed: int, heads: int = 2, key: int = 3, width: int = 4):
-    """Of each rank, at random: transitions of rank ``kind``, states, and weights of what comes."""
+    """Random transitions of rank ``kind``, states, and weights of what comes, for each rank."""
     torch.manual_seed(seed)
     counts = [len(ranges) for ranges in plan.fragments().ranges]
     sizes = ((heads, key, key)[:kind], (heads, key, width), (heads, key, width))
