@@ -221,7 +221,7 @@ def test_an_image_is_verified_as_it_is_signed(tmp_path):
     }
     # Without a key, and so by the identity that this right gives.
     assert signs["permissions"]["id-token"] == "write" and "--key" not in TEXTS[name]
-    # The image that was pushed: the name that the job gives to ci/publish_image, and the tag that docker/bake.hcl gives it.
+    # The image that was pushed: the name that the job gives to ci/publish_image, and the tag of docker/bake.hcl.
     (line,) = (step["run"] for step in jobs["image"]["steps"] if step.get("id") == "publish")
     image = re.fullmatch(r'ci/publish_image "(.+)"', line)[1].replace("${GITHUB_REPOSITORY}", repository)
     (tmp_path / "magi_attention-1.whl").touch()
