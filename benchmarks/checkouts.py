@@ -321,7 +321,7 @@ def compare(old: Path, new: Path, options: argparse.Namespace) -> int:
 
 
 def cells_of(options: argparse.Namespace) -> list[Cell]:
-    """Of the records; of --masks at --seqlens where both are given and no records are."""
+    """The cells of the records, or of --masks at --seqlens where both are given and no records are."""
     if options.masks and options.seqlens and options.records is None:
         return given_cells(options)
     try:

@@ -205,7 +205,7 @@ def wheels(data: dict, root: Path = ROOT) -> list[Wheel]:
 
 
 def names(data: dict, root: Path = ROOT) -> list[str]:
-    """Of the distributions, each once, in the order of ``wheels``."""
+    """The names of the distributions, each once, in the order of ``wheels``."""
     return list(dict.fromkeys(wheel.name for wheel in wheels(data, root)))
 
 

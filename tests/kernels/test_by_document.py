@@ -48,7 +48,7 @@ def gains(mask: Mask) -> bool:
 
 
 def ends_of(plan: TilePlan) -> list[int]:
-    """Of each tile of one segment, the block behind its last; of others a number of their own."""
+    """The block behind the last one of each tile of one segment; other tiles get a number of their own."""
     segments = [segments_of(plan, tile) for tile in range(len(plan.tiles))]
     return [x[0][1] if len(x) == 1 and x[0][0] < x[0][1] else -1 - tile for tile, x in enumerate(segments)]
 

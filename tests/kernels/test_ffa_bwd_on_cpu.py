@@ -42,7 +42,7 @@ MANY_SEGMENTS = 4  # of a tile, from which on it is walked head by head
 
 
 def segments_of_tiles(x: Inputs) -> float:
-    """Of a tile of keys, on average."""
+    """The average over the tiles of keys."""
     plan = plan_of(x.slices, len(x.q), len(x.k))
     return len(plan.records) / len(plan.tiles)
 

@@ -68,7 +68,7 @@ LARGEST_ERRORS: dict[tuple[str, str, int], tuple[float, float, int]] = {
 
 
 def largest_error(way: str, kind: str, ranks: int, tokens: int, cluster: Cluster, is_backward: bool) -> float | None:
-    """Of the records with such a case, ``tokens`` in all on ``ranks`` GPUs; None if there are none."""
+    """What the records with such a case say, ``tokens`` in all on ``ranks`` GPUs; None if there are none."""
     shape = cluster.heads_q, cluster.heads_kv, cluster.head_dim
     found = LARGEST_ERRORS.get((way, kind, ranks))
     if found is None or ranks > cluster.node or shape != SHAPE or cluster.rates.is_measured:
