@@ -8,6 +8,7 @@
     python ci/matrix.py --cibuildwheel NAME      environment variables of cibuildwheel for one of them
     python ci/matrix.py --image                  variables of docker/bake.hcl; fails without the digest of the base
     ... --machine aarch64                        the same two for another machine than x86_64
+    python ci/matrix.py --platform               the platform tag of wheels that this machine takes
     python ci/matrix.py --tag refs/tags/v1.2.3   fails if a release of that tag would have another version, or no index
 
 A GPU family is built as soon as csrc/ffa holds its folder. Standard library only.
@@ -285,6 +286,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--cibuildwheel", metavar="NAME", help="print NAME=value lines for this wheel")
     parser.add_argument("--image", action="store_true", help="print NAME=value lines for a release of the images")
     parser.add_argument("--machine", default=MACHINE, help="for which of those two are asked for, x86_64 by default")
+    parser.add_argument("--platform", action="store_true", help="print the platform tag of wheels for this machine")
     parser.add_argument("--tag", metavar="REF", help="fail if this tag is not that of the version here")
     options = parser.parse_args(arguments)
     data = load()
@@ -293,6 +295,11 @@ def main(arguments: list[str]) -> int:
         return 1
     if options.tag:
         return check_tag(options.tag)
+    if options.platform:
+        if (machine := os.uname().machine) not in data["platforms"]:
+            parser.error(f"wheels for {machine} are not built; use {' or '.join(data['platforms'])}.")
+        print(data["platforms"][machine]["tag"])
+        return 0
     if options.image:
         return print_image(data, options.machine)
     if options.cibuildwheel:

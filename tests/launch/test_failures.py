@@ -58,6 +58,7 @@ def test_the_cause_of_a_crash_comes_in_a_few_lines(magi, failing, shape, group):
     on = "node 1" if "--nodes" in shape else "node 0"
     told = done.stderr[done.stderr.index(f"magi: run 001 of {name} failed") :].splitlines()
     assert told[0] == f"magi: run 001 of {name} failed: Rank 1 ended with exit code 1 on {on}."
+    assert "  ValueError: the loss is NaN at step 3" in told, done.stdout + done.stderr
     cause = told.index("  ValueError: the loss is NaN at step 3")  # what came by stdout may stand behind it
     assert "raise ValueError" in told[cause - 1] and told[cause + 1 : -1] in ([], ["  before"])
     log = magi.folder(name) / "output.log"

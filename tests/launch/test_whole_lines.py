@@ -29,7 +29,7 @@ def test_threads_with_pieces_of_lines(seed):
     rng = random.Random(seed)
     print(f"{seed=}")
     stream = io.StringIO()
-    whole = WholeLines(stream)
+    whole = WholeLines(stream, threading.Lock())
     wanted = {f"[rank {rank}]: " + "x" * rng.randrange(1, 60) + f" {rank} {i}" for rank in range(4) for i in range(50)}
 
     def follow(rank: int, seed: int) -> None:
@@ -52,6 +52,25 @@ def test_threads_with_pieces_of_lines(seed):
     whole.write("[rank 1]: and no more")
     whole.finish()
     assert stream.getvalue().splitlines()[len(wanted) :] == ["[rank 1]: and no more"]
+
+
+@pytest.mark.parametrize("of_torch", ["", "[rank1]: "])
+def test_a_traceback_comes_in_one_piece(of_torch):
+    """Whatever another thread passes on between its lines, and in whatever pieces these come."""
+    traceback = ["Traceback (most recent call last):", '  File "a.py", line 1, in <module>', "ValueError: NaN at step 3"]
+    stream, lock = io.StringIO(), threading.Lock()
+    out, err = WholeLines(stream, lock), WholeLines(stream, lock)
+    for line in ["[rank 1]: before", *(f"[rank 1]: {of_torch}{line}" for line in traceback), "[rank 1]: behind"]:
+        err.write(line[:15])
+        out.write("[rank 1]: printed\n")
+        err.write(f"[rank 1]: {line[15:]}\n")
+    lines = [line.removeprefix("[rank 1]: ").removeprefix(of_torch) for line in stream.getvalue().splitlines()]
+    start = lines.index(traceback[0])
+    assert lines[start : start + 3] == traceback and lines.count("printed") == 5
+    assert lines[-1] == "behind" and lines.count("before") == 1
+    err.write(f"[rank 1]: {traceback[0]}\n")  # of a rank that was killed while it wrote
+    err.finish()
+    assert stream.getvalue().endswith(f"{traceback[0]}\n")
 
 
 def test_ranks_that_write_in_pieces(magi, tmp_path):

@@ -19,8 +19,8 @@ _CODE = re.compile(r"^\s*exitcode\s*:\s*(-?\d+)")
 # torchrun's log lines about the end of its ranks, behind which its traceback and its table follow
 _ENDING = re.compile(r"^[EW]\d{4} .*torch/distributed/elastic/.*\](.* closing signal | failed \(exitcode: )")
 # what torch puts before every line of a traceback once the process is in a group
-_OF_TORCH = re.compile(r"^\[rank\d+\]:(?: |$)")
-_TRACEBACK = "Traceback (most recent call last)"
+OF_TORCH = re.compile(r"^\[rank\d+\]:(?: |$)")
+TRACEBACK = "Traceback (most recent call last)"
 
 
 class FailureReport:
@@ -67,9 +67,9 @@ class FailureReport:
 
 def last_words(lines: Sequence[str]) -> list[str]:
     """The end of the last traceback in ``lines``, or the last of them where there is none."""
-    lines = [_OF_TORCH.sub("", line) for line in lines]
+    lines = [OF_TORCH.sub("", line) for line in lines]
     lines = [line for line in lines if line.strip(" ~^")]  # without the marks below code
-    starts = [i for i, line in enumerate(lines) if _TRACEBACK in line]
+    starts = [i for i, line in enumerate(lines) if TRACEBACK in line]
     starts = [i for i in starts if i == 0 or not lines[i - 1].startswith("Exception ignored")]
     if not starts:
         return lines[-_TOLD_LINES:]
