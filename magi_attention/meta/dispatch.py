@@ -35,9 +35,9 @@ from magi_attention.meta.solver.locality import (
     swap_down,
     two_ended,
 )
-from magi_attention.meta.solver.ownership import owners
+from magi_attention.meta.solver.ownership import most_runs, owners
 from magi_attention.meta.solver.partition import min_heap, sequential
-from magi_attention.meta.solver.runs import few_runs, most_runs
+from magi_attention.meta.solver.runs import few_runs
 
 Partitions = tuple[tuple[int, ...], ...]
 # Another partition has to save this share of MinHeap's cost. Runs of chunks take the backward kernel 5 to 7% longer
@@ -63,7 +63,7 @@ def solve_dispatch(cut: Cut, slice_of: NDArray[np.int64], cp_size: int, config: 
 
 def has_few_runs(partitions: Sequence[Sequence[int]], num_chunks: int, config: DispatchConfig) -> bool:
     """Does no rank hold more ranges of chunks than ``config`` allows?"""
-    return config.max_fragments is None or most_runs(partitions, num_chunks) <= config.max_fragments
+    return config.max_fragments is None or most_runs(owners(partitions, num_chunks)) <= config.max_fragments
 
 
 def _by_algorithm(cut: Cut, slice_of: NDArray[np.int64], cp_size: int, config: DispatchConfig) -> Partitions:

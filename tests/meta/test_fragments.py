@@ -134,6 +134,27 @@ def test_few_fragments_stay_balanced(seed: int, most: int) -> None:
     assert plan.fragments().most <= most and plan.imbalance <= 1.05
 
 
+@pytest.mark.parametrize("seed", range(40))
+def test_one_long_document_among_short_ones(seed: int) -> None:
+    """No rank has more than its share, what whole chunks cost and 0.2% for each time that ranks are halved."""
+    print("seed", seed)
+    rng = np.random.default_rng(seed)
+    world, chunk = int(rng.integers(2, 33)), 16
+    total = world * chunk * int(rng.integers(16, 40))
+    length = int(total * rng.uniform(0.05, 0.5))
+    begin = int(rng.integers(total - length))
+    short = rng.integers(1, total, size=total // 40)
+    cuts = np.unique([*short[(short < begin) | (short > begin + length)], max(begin, 1), begin + length])
+    mask = Mask.varlen([0, *cuts.tolist(), total], causal=True)
+    halvings = int(np.ceil(np.log2(world)))
+    config = DispatchConfig(chunk, max_fragments=halvings + 2)
+    plan = make_plan(mask, world, DistAttnConfig(config))
+    assert plan.fragments().most <= halvings + 2
+    assert {len(part) for part in plan.partitions} == {plan.num_chunks // world}
+    share = mask.area / world
+    assert max(plan.areas) <= max(1.01, 1.002**halvings) * share + chunk * length
+
+
 def test_a_causal_sequence_in_two_fragments_is_zigzag() -> None:
     config = DistAttnConfig(DispatchConfig(max_fragments=2))
     plan = make_plan(Mask.causal(8 * 1024), 4, config)

@@ -20,6 +20,12 @@ def owners(partitions: Sequence[Sequence[int]], num_chunks: int) -> NDArray[np.i
     return owner
 
 
+def most_runs(owner: NDArray[np.int64]) -> int:
+    """Runs of consecutive chunks that the rank with the most of them holds; ``owner`` as ``owners`` gives it."""
+    begins = np.flatnonzero(np.diff(owner, prepend=-1))
+    return int(np.bincount(owner[begins]).max())
+
+
 def remote_keys(
     ranges: NDArray[np.int64], rank_of: NDArray[np.int64], bounds: NDArray[np.int64], owner: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

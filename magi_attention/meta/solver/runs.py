@@ -1,41 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chunks to ranks in few runs: no rank holds more than so many ranges of consecutive chunks.
 
-The sequence is cut into rounds, and a round into one run of equal length for each rank. Each round goes to the ranks by
-area: its heaviest run to the rank with the least so far. Then the heaviest rank is relieved, by a swap of two runs of
-equal length or by moves of borders between two or three ranks, until it is within 1% of the least area that it can have
-or there is no such change. Areas are integers and ties go by number, so every rank that asks gets the same answer.
+There are two beginnings. In the first the sequence is cut into rounds, and a round into one run of equal length for
+each rank. Each round goes to the ranks by area: its heaviest run to the rank with the least so far. The second is
+``necklace.split``, for areas that differ by more than rounds make up for. Then the heaviest rank is relieved, by a swap
+of two runs of equal length or by moves of borders between two or three ranks, until it is within 1% of the least area
+that it can have or there is no such change. Areas are integers and ties go by number, so every rank that asks gets the
+same answer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from magi_attention.meta.solver.locality import TOLERATED, lower_bound
-from magi_attention.meta.solver.ownership import owners
+from magi_attention.meta.solver.necklace import split
 
 Ints = NDArray[np.int64]
 _MOST_CHANGES = 4  # for each rank
 
 
-def most_runs(partitions: Sequence[Sequence[int]], num_chunks: int) -> int:
-    """Runs of consecutive chunks that the rank with the most of them holds."""
-    owner = owners(partitions, num_chunks)
-    begins = np.flatnonzero(np.diff(owner, prepend=-1))
-    return int(np.bincount(owner[begins]).max())
-
-
 def few_runs(work: Ints, world: int, most: int) -> list[list[int]]:
     """Chunks of each rank, in at most ``most`` runs: ``len(work) // world`` each, and some one more where that leaves
-    some. ``work`` (chunks,) are areas. The rounds are the fewest with which the heaviest rank is within 1% of the least
-    area that it can have, or else those, ``most`` at most, with which it is lightest."""
+    some. ``work`` (chunks,) are areas. The first beginning after which the heaviest rank is within 1% of the least area
+    that it can have, or else that after which it is lightest."""
     limit, best = int(TOLERATED * lower_bound(work, world)), None
-    for rounds in range(1, max(min(most, len(work) // world), 1) + 1):
-        runs = _Runs(work, world, rounds)
+    for owner in _beginnings(work, world, most):
+        runs = _Runs(work, world, owner)
         runs.relieve(limit)
         if best is None or runs.loads.max() < best.loads.max():
             best = runs
@@ -43,6 +38,30 @@ def few_runs(work: Ints, world: int, most: int) -> list[list[int]]:
             break
     assert best is not None
     return best.chunks()
+
+
+def _beginnings(work: Ints, world: int, most: int) -> Iterator[Ints]:
+    """(chunks,) ranks of chunks. Few rounds are enough for regular masks, and many take longest to relieve."""
+    most_rounds = max(min(most, len(work) // world), 1)
+    for rounds in range(1, most_rounds + 1):
+        yield _in_rounds(work, world, rounds)
+        if rounds == min(2, most_rounds) and (owner := split(work, world, most)) is not None:
+            yield owner
+
+
+def _in_rounds(work: Ints, world: int, rounds: int) -> Ints:
+    size, extra = divmod(len(work), world)
+    of_round = size // rounds + (np.arange(rounds) < size % rounds)
+    lengths = np.repeat(of_round, world)
+    lengths[len(lengths) - world :][:extra] += 1
+    edges = np.concatenate([[0], np.cumsum(lengths)])
+    of_run = np.diff(np.concatenate([[0], np.cumsum(work)])[edges])
+    owner, loads = np.zeros(len(lengths), dtype=np.int64), np.zeros(world, dtype=np.int64)
+    for runs, areas in zip(np.split(np.arange(len(lengths)), rounds), np.split(of_run, rounds)):
+        heaviest, lightest = np.argsort(-areas, kind="stable"), np.argsort(loads, kind="stable")
+        owner[runs[heaviest]] = lightest
+        loads[lightest] += areas[heaviest]
+    return np.repeat(owner, lengths)
 
 
 class _Change(NamedTuple):
@@ -58,18 +77,12 @@ class _Change(NamedTuple):
 class _Runs:
     """Runs in the order of the sequence: run ``i`` is the chunks ``edges[i]`` to ``edges[i + 1]``, of ``owner[i]``."""
 
-    def __init__(self, work: Ints, world: int, rounds: int) -> None:
+    def __init__(self, work: Ints, world: int, owner_of_chunk: Ints) -> None:
+        begins = np.flatnonzero(np.diff(owner_of_chunk, prepend=-1))
         self.sums = np.concatenate([[0], np.cumsum(work)])
-        size, extra = divmod(len(work), world)
-        of_round = size // rounds + (np.arange(rounds) < size % rounds)
-        lengths = np.repeat(of_round, world)
-        lengths[len(lengths) - world :][:extra] += 1
-        self.edges = np.concatenate([[0], np.cumsum(lengths)])
-        self.owner, self.loads = np.zeros(len(lengths), dtype=np.int64), np.zeros(world, dtype=np.int64)
-        for runs, areas in zip(np.split(np.arange(len(lengths)), rounds), np.split(self.areas, rounds)):
-            heaviest, lightest = np.argsort(-areas, kind="stable"), np.argsort(self.loads, kind="stable")
-            self.owner[runs[heaviest]] = lightest
-            self.loads[lightest] += areas[heaviest]
+        self.edges, self.owner = np.append(begins, len(work)), owner_of_chunk[begins]
+        self.loads = np.zeros(world, dtype=np.int64)
+        np.add.at(self.loads, self.owner, self.areas)
 
     @property
     def areas(self) -> Ints:
@@ -86,7 +99,7 @@ class _Runs:
             heavy = int(self.loads.argmax())
             if self.loads[heavy] <= limit:
                 return
-            best = self._best(heavy, (self._best_swap(heavy), *self._moves(heavy, self._pairs(heavy))))
+            best = self._best(heavy, (*self._swaps(heavy), *self._moves(heavy, self._pairs(heavy))))
             best = best or self._best(heavy, self._moves(heavy, self._threes(heavy)))
             if best is None:
                 return
@@ -101,15 +114,18 @@ class _Runs:
                 best, least = change, heaviest
         return best
 
-    def _best_swap(self, heavy: int) -> _Change:
+    def _swaps(self, heavy: int) -> Iterator[_Change]:
+        """The best swap of two runs of equal length, if one helps."""
         areas, lengths, mine = self.areas, np.diff(self.edges), np.flatnonzero(self.owner == heavy)
         gain = areas[mine][:, None] - areas
         less = np.minimum(gain, self.loads[heavy] - self.loads[self.owner] - gain)
         less[(lengths[mine][:, None] != lengths) | (self.owner == heavy)] = 0
         at, run = divmod(int(less.argmax()), len(areas))
+        if less[at, run] <= 0:
+            return
         other, moved = int(self.owner[run]), int(gain[at, run])
         loads = {other: int(self.loads[other]) + moved, heavy: int(self.loads[heavy]) - moved}
-        return _Change(loads, (int(mine[at]), run))
+        yield _Change(loads, (int(mine[at]), run))
 
     def _borders(self, rank: int) -> Iterator[tuple[int, int]]:
         """Borders of a rank's runs, and the ranks on the other side."""
@@ -163,4 +179,4 @@ class _Runs:
             self.loads[rank] = load
 
 
-__all__ = ["few_runs", "most_runs"]
+__all__ = ["few_runs"]
