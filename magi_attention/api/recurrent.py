@@ -3,8 +3,8 @@
 
 A plan's ranks hold fragments of the sequence (``plan.fragments()``). Within them a library's kernel for packed
 documents runs, and states pass from fragment to fragment here. All are collective over the group and differentiable.
-Adapters for particular kernels (flash-linear-attention, mamba_ssm) are not there yet: wrap one as ``run_recurrent``
-says. Under ``torch.compile`` these calls break the graph.
+``magi_attention.integrations.recurrent_kernels`` has adapters for the kernels of libraries. Under ``torch.compile``
+these calls break the graph.
 """
 
 from __future__ import annotations
@@ -84,14 +84,7 @@ def run_recurrent(
 
     It is called for the states that segments leave, if states pass at all, and with the states that came. Without
     ``transition`` (see ``pass_states``) it is called once more for that, with values of zero ``(T, H, K)`` and the
-    identity as initial state. ``key_dim`` is K. Returns ``out``. With flash-linear-attention, for one:
-
-        def kernel(value, initial_state, cu_seqlens):
-            out, final = chunk_gated_delta_rule(
-                q[None], k[None], value[None], g[None], beta[None], initial_state=initial_state,
-                output_final_state=True, cu_seqlens=cu_seqlens,
-            )
-            return out[0], final
+    identity as initial state. ``key_dim`` is K. Returns ``out``.
     """
     check_plan(plan)
     note_call(plan._mark)

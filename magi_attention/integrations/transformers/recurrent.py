@@ -14,13 +14,13 @@ from functools import update_wrapper
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from transformers.activations import ACT2FN
 
 from magi_attention.api import causal_conv1d, decay_of_fragments, run_recurrent
 from magi_attention.errors import ContractError
 from magi_attention.functional.attention_check import note_call
 from magi_attention.integrations.packing import LayerPlans
+from magi_attention.integrations.recurrent_kernels import mamba2_step
 from magi_attention.integrations.shared.recurrent_layers import CONVOLUTION, FUSED, SCANS, is_marked, mark
 
 Function = Callable[..., Any]
@@ -97,9 +97,6 @@ def _mamba2(
     dt_limit: tuple[float, float] = (0.0, float("inf")), **_: Any,
 ) -> torch.Tensor:  # fmt: skip
     """hidden_states (1, T, H, P), dt (1, T, H), A, D, dt_bias (H,), B, C (1, T, G, N). The state is (H, P, N) there."""
-    step = dt[0].float() if dt_bias is None else (dt[0] + dt_bias.to(dt.dtype)).float()
-    step = (F.softplus(step) if dt_softplus else step).clamp(*dt_limit)
-
     def kernel(value: torch.Tensor, initial: torch.Tensor, cu_seqlens: torch.Tensor) -> tuple[torch.Tensor, ...]:
         def segment(at: slice, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             out, final = original(
@@ -110,6 +107,7 @@ def _mamba2(
 
         return _by_segments(segment, initial, cu_seqlens)
 
+    step = mamba2_step(dt[0], dt_bias, dt_softplus, dt_limit)
     decay = decay_of_fragments(A.float() * step, plans.full, plans.group)
     out = run_recurrent(kernel, hidden_states[0], B.shape[-1], plans.full, plans.group, transition=decay)
     return out[None]

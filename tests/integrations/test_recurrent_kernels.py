@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Libraries' kernels over fragments: float64, beside the library's own call with the documents of one device."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from magi_attention.api import run_recurrent
+from magi_attention.comm.transport.fake import FakeWorld
+from magi_attention.integrations.recurrent_kernels import attn_gym_kernel, fla_kernel, run_mamba2
+from magi_attention.testing.random_plans import random_plan
+
+HEADS, KEY, WIDTH = 2, 3, 4
+
+
+def inputs(total: int, decay_dim: int, seed: int) -> list[torch.Tensor]:
+    """q, k, decay, beta and v of all tokens."""
+    torch.manual_seed(seed)
+    q, k, v = (torch.randn(total, HEADS, n, dtype=torch.float64) for n in (KEY, KEY, WIDTH))
+    decay = -torch.rand(total, HEADS, *[KEY] * decay_dim, dtype=torch.float64)
+    return [q, k / k.norm(dim=-1, keepdim=True), decay, torch.rand(total, HEADS, dtype=torch.float64), v]
+
+
+def with_gradients(function, tensors: list[torch.Tensor], weight: torch.Tensor) -> list[torch.Tensor]:
+    leaves = [x.clone().requires_grad_() for x in tensors]
+    out = function(*leaves)
+    return [out.detach(), *torch.autograd.grad((out * weight).sum(), leaves)]
+
+
+def check_ranks(plan, function, tensors: list[torch.Tensor], want: list[torch.Tensor], weight, tolerance=1e-9) -> None:
+    """``function(transport, *tensors)`` of each rank, and gradients, gathered."""
+
+    def of_rank(transport):
+        local = [plan.shard(x, transport) for x in tensors]
+        found = with_gradients(lambda *x: function(transport, *x), local, plan.shard(weight, transport))
+        return [plan.gather(x, transport) for x in found]
+
+    for found in FakeWorld(plan.cp_size).run(of_rank):
+        for got, wanted in zip(found, want, strict=True):
+            torch.testing.assert_close(got, wanted, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", ["chunk_gdn", "chunk_kda"])
+@pytest.mark.parametrize("seed", range(3))
+def test_attn_gym_gives_what_it_gives_on_one_device(name: str, seed: int) -> None:
+    linear = pytest.importorskip("attn_gym.linear", reason="needs attn-gym; ci/integrations installs it")
+    print("seed", seed)
+    chunked = getattr(linear, name)
+    plan = random_plan(np.random.default_rng(seed), most_tokens=40, most_ranks=4)
+    dtype, tolerance = (torch.float32, 1e-4) if name == "chunk_kda" else (torch.float64, 1e-9)  # what they take
+    tensors = [x.to(dtype) for x in inputs(plan.total_tokens, int(name == "chunk_kda"), seed)]
+    weight = torch.randn(plan.total_tokens, HEADS, WIDTH, dtype=dtype)
+    cu_seqlens = torch.tensor(plan.cu_seqlens, dtype=torch.int32)
+
+    def whole(q, k, gate, beta, v):
+        x = (t[None] for t in (q, k, v, gate, beta))
+        return chunked(*x, cu_seqlens=cu_seqlens, scale=0.7, impl="reference")[0][0]
+
+    def by_plan(transport, q, k, gate, beta, v):
+        kernel = attn_gym_kernel(chunked, q, k, gate, beta, scale=0.7, impl="reference")
+        return run_recurrent(kernel, v, KEY, plan, transport, state_dtype=dtype)
+
+    check_ranks(plan, by_plan, tensors, with_gradients(whole, tensors, weight), weight, tolerance)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_attn_gym_routes_our_fragments_as_we_do(seed: int) -> None:
+    parallel = pytest.importorskip("attn_gym.linear.context_parallel", reason="needs attn-gym")
+    print("seed", seed)
+    plan = random_plan(np.random.default_rng(seed), most_tokens=80, most_ranks=6)
+    found = plan.fragments()
+    documents = found.cu_seqlens.tolist() + [plan.total_tokens + plan.pad_size] * bool(plan.pad_size)
+    ranges = [[tuple(row) for row in of_rank.tolist()] for of_rank in found.ranges]
+    passes = {(giver, a, taker, b) for giver, a, taker, b in found.passes.tolist()}
+    theirs = set()
+    for rank in range(plan.cp_size):
+        routed = parallel.ContextParallelPlan.from_fragments(documents, ranges, rank)
+        assert list(routed.cu_seqlens) == found.segments(rank).tolist()
+        theirs |= {(*givers[-1], rank, number) for number, givers in enumerate(routed.predecessors) if givers}
+    # a pad is one more document there
+    end = found.cu_seqlens[-1]
+    assert passes == {p for p in theirs if ranges[p[2]][p[3]][0] < end}
+
+
+def fla_like(q, k, v, g, beta, initial_state=None, output_final_state=False, cu_seqlens=None, scale=None):
+    """What flash-linear-attention's ``chunk_gated_delta_rule`` computes, token by token."""
+    assert output_final_state and q.shape[0] == 1 and cu_seqlens.dtype == torch.int64
+    out, finals = [], []
+    for begin, end, state in zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), initial_state):
+        for t in range(begin, end):
+            state = g[0, t].exp()[:, None, None] * state
+            new = beta[0, t][:, None] * (v[0, t] - torch.einsum("hk,hkv->hv", k[0, t], state))
+            state = state + torch.einsum("hk,hv->hkv", k[0, t], new)
+            out.append(scale * torch.einsum("hk,hkv->hv", q[0, t], state))
+        finals.append(state)
+    return torch.stack(out)[None], torch.stack(finals)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_arguments_and_states_of_fla(seed: int) -> None:
+    print("seed", seed)
+    plan = random_plan(np.random.default_rng(seed), most_tokens=40, most_ranks=4)
+    tensors = inputs(plan.total_tokens, 0, seed)
+    weight = torch.randn(plan.total_tokens, HEADS, WIDTH, dtype=torch.float64)
+    cu_seqlens = torch.tensor(plan.cu_seqlens)
+
+    def whole(q, k, g, beta, v):
+        zero = v.new_zeros(len(cu_seqlens) - 1, HEADS, KEY, WIDTH)
+        x = (t[None] for t in (q, k, v, g, beta))
+        return fla_like(*x, zero, output_final_state=True, cu_seqlens=cu_seqlens, scale=0.7)[0][0]
+
+    def by_plan(transport, q, k, g, beta, v):
+        kernel = fla_kernel(fla_like, q, k, g, beta, scale=0.7)
+        return run_recurrent(kernel, v, KEY, plan, transport, state_dtype=torch.float64)
+
+    check_ranks(plan, by_plan, tensors, with_gradients(whole, tensors, weight), weight)
+
+
+def mamba_like(
+    x, dt, A, B, C, chunk_size, D=None, z=None, dt_bias=None, initial_states=None, seq_idx=None, cu_seqlens=None,
+    dt_softplus=False, dt_limit=(0.0, float("inf")), return_final_states=False,
+):  # fmt: skip
+    """``mamba_chunk_scan_combined`` of mamba_ssm, token by token: the initial state is that of number 0."""
+    assert return_final_states and len(x) == 1 and seq_idx.dtype == torch.int32
+    step = dt + dt_bias
+    step = (torch.nn.functional.softplus(step) if dt_softplus else step).clamp(*dt_limit)
+    state, number, out = initial_states[0], 0, []
+    for t in range(x.shape[1]):
+        if seq_idx[0, t] != number:
+            state, number = torch.zeros_like(state), int(seq_idx[0, t])
+        groups = x.shape[2] // B.shape[2]
+        b, c = (m[0, t].repeat_interleave(groups, 0) for m in (B, C))
+        state = (A * step[0, t]).exp()[:, None, None] * state
+        state = state + torch.einsum("h,hp,hn->hpn", step[0, t], x[0, t], b)
+        out.append(torch.einsum("hpn,hn->hp", state, c) + D[:, None] * x[0, t])
+    return torch.stack(out)[None], state[None]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_mamba2_is_called_once_a_fragment(seed: int) -> None:
+    print("seed", seed)
+    plan = random_plan(np.random.default_rng(seed), most_tokens=40, most_ranks=4)
+    total = plan.total_tokens
+    torch.manual_seed(seed)
+    x, dt = torch.randn(total, 4, 3), torch.randn(total, 4)
+    B, C = torch.randn(total, 2, 5), torch.randn(total, 2, 5)
+    A, D, bias = -torch.rand(4), torch.randn(4), torch.randn(4)
+    weight = torch.randn(total, 4, 3)
+    options = {"dt_bias": bias, "dt_softplus": True, "dt_limit": (0.1, 2.0)}
+    document = np.searchsorted(plan.cu_seqlens, np.arange(total), side="right") - 1
+    seq_idx = torch.from_numpy(document.astype(np.int32))[None]
+    calls = []
+
+    def whole(x, dt, B, C):
+        zero = x.new_zeros(1, 4, 3, 5)
+        parts = (t[None] for t in (x, dt))
+        return mamba_like(
+            *parts, A, B[None], C[None], 4, D=D, initial_states=zero, seq_idx=seq_idx, return_final_states=True,
+            **options,
+        )[0][0]  # fmt: skip
+
+    def counted(*args, **kwargs):
+        calls.append(1)
+        return mamba_like(*args, **kwargs)
+
+    def by_plan(transport, x, dt, B, C):
+        return run_mamba2(counted, x, dt, A, B, C, 4, plan, transport, D=D, **options)
+
+    tensors = [x, dt, B, C]
+    check_ranks(plan, by_plan, tensors, with_gradients(whole, tensors, weight), weight, 2e-4)  # states are float32
+    fragments = sum(map(len, plan.fragments().ranges))
+    assert len(calls) == fragments * (2 if len(plan.fragments().passes) else 1)
