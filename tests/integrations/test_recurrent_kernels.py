@@ -3,9 +3,15 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
+from recurrent_stand_ins import chunk_gated_delta_rule, mamba_chunk_scan_combined
 
 from magi_attention.api import run_recurrent
 from magi_attention.comm.transport.fake import FakeWorld
@@ -84,20 +90,6 @@ def test_attn_gym_routes_our_fragments_as_we_do(seed: int) -> None:
     assert passes == {p for p in theirs if ranges[p[2]][p[3]][0] < end}
 
 
-def fla_like(q, k, v, g, beta, initial_state=None, output_final_state=False, cu_seqlens=None, scale=None):
-    """What flash-linear-attention's ``chunk_gated_delta_rule`` computes, token by token."""
-    assert output_final_state and q.shape[0] == 1 and cu_seqlens.dtype == torch.int64
-    out, finals = [], []
-    for begin, end, state in zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), initial_state):
-        for t in range(begin, end):
-            state = g[0, t].exp()[:, None, None] * state
-            new = beta[0, t][:, None] * (v[0, t] - torch.einsum("hk,hkv->hv", k[0, t], state))
-            state = state + torch.einsum("hk,hv->hkv", k[0, t], new)
-            out.append(scale * torch.einsum("hk,hkv->hv", q[0, t], state))
-        finals.append(state)
-    return torch.stack(out)[None], torch.stack(finals)
-
-
 @pytest.mark.parametrize("seed", range(6))
 def test_arguments_and_states_of_fla(seed: int) -> None:
     print("seed", seed)
@@ -109,33 +101,13 @@ def test_arguments_and_states_of_fla(seed: int) -> None:
     def whole(q, k, g, beta, v):
         zero = v.new_zeros(len(cu_seqlens) - 1, HEADS, KEY, WIDTH)
         x = (t[None] for t in (q, k, v, g, beta))
-        return fla_like(*x, zero, output_final_state=True, cu_seqlens=cu_seqlens, scale=0.7)[0][0]
+        return chunk_gated_delta_rule(*x, initial_state=zero, output_final_state=True, cu_seqlens=cu_seqlens, scale=0.7)[0][0]
 
     def by_plan(transport, q, k, g, beta, v):
-        kernel = fla_kernel(fla_like, q, k, g, beta, scale=0.7)
+        kernel = fla_kernel(chunk_gated_delta_rule, q, k, g, beta, scale=0.7)
         return run_recurrent(kernel, v, KEY, plan, transport, state_dtype=torch.float64)
 
     check_ranks(plan, by_plan, tensors, with_gradients(whole, tensors, weight), weight)
-
-
-def mamba_like(
-    x, dt, A, B, C, chunk_size, D=None, z=None, dt_bias=None, initial_states=None, seq_idx=None, cu_seqlens=None,
-    dt_softplus=False, dt_limit=(0.0, float("inf")), return_final_states=False,
-):  # fmt: skip
-    """``mamba_chunk_scan_combined`` of mamba_ssm, token by token: the initial state is that of number 0."""
-    assert return_final_states and len(x) == 1 and seq_idx.dtype == torch.int32
-    step = dt + dt_bias
-    step = (torch.nn.functional.softplus(step) if dt_softplus else step).clamp(*dt_limit)
-    state, number, out = initial_states[0], 0, []
-    for t in range(x.shape[1]):
-        if seq_idx[0, t] != number:
-            state, number = torch.zeros_like(state), int(seq_idx[0, t])
-        groups = x.shape[2] // B.shape[2]
-        b, c = (m[0, t].repeat_interleave(groups, 0) for m in (B, C))
-        state = (A * step[0, t]).exp()[:, None, None] * state
-        state = state + torch.einsum("h,hp,hn->hpn", step[0, t], x[0, t], b)
-        out.append(torch.einsum("hpn,hn->hp", state, c) + D[:, None] * x[0, t])
-    return torch.stack(out)[None], state[None]
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -156,14 +128,14 @@ def test_mamba2_is_called_once_a_fragment(seed: int) -> None:
     def whole(x, dt, B, C):
         zero = x.new_zeros(1, 4, 3, 5)
         parts = (t[None] for t in (x, dt))
-        return mamba_like(
+        return mamba_chunk_scan_combined(
             *parts, A, B[None], C[None], 4, D=D, initial_states=zero, seq_idx=seq_idx, return_final_states=True,
             **options,
         )[0][0]  # fmt: skip
 
     def counted(*args, **kwargs):
         calls.append(1)
-        return mamba_like(*args, **kwargs)
+        return mamba_chunk_scan_combined(*args, **kwargs)
 
     def by_plan(transport, x, dt, B, C):
         return run_mamba2(counted, x, dt, A, B, C, 4, plan, transport, D=D, **options)
@@ -172,3 +144,39 @@ def test_mamba2_is_called_once_a_fragment(seed: int) -> None:
     check_ranks(plan, by_plan, tensors, with_gradients(whole, tensors, weight), weight, 2e-4)  # states are float32
     fragments = sum(map(len, plan.fragments().ranges))
     assert len(calls) == fragments * (2 if len(plan.fragments().passes) else 1)
+
+
+# A module of the library that transformers looks for, and the function that it takes from there.
+LIBRARIES = {
+    "fla/ops/gated_delta_rule.py": "chunk_gated_delta_rule",
+    "fla/ops/kda.py": "chunk_gated_delta_rule as chunk_kda",
+    "mamba_ssm/ops/triton/ssd_combined.py": "mamba_chunk_scan_combined",
+}
+COUNTED = """
+import atexit, os, recurrent_stand_ins
+atexit.register(lambda: open(os.environ["PACKED_CALLS"], "a").write(" ".join(recurrent_stand_ins.packed_calls)))
+"""
+
+
+@pytest.mark.nightly
+def test_hybrid_models_call_libraries_with_all_documents_at_once(tmp_path) -> None:
+    """The same test as with torch's functions, in a process that finds fla and mamba_ssm installed."""
+    pytest.importorskip("transformers", reason="needs transformers; ci/integrations installs it")
+    here = Path(__file__).parent
+    for path, function in LIBRARIES.items():
+        module = tmp_path / path
+        module.parent.mkdir(parents=True, exist_ok=True)
+        module.write_text(f"from recurrent_stand_ins import {function}\n")
+        for folder in (*module.relative_to(tmp_path).parents,)[:-1]:
+            (tmp_path / folder / "__init__.py").touch()
+    (tmp_path / "fla" / "__init__.py").write_text(COUNTED)
+    calls = tmp_path / "calls"
+    paths = [str(tmp_path), str(here), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(here / "test_hybrid_models.py"),
+         "-k", "documents_alone and (Qwen3Next or KimiLinear or FalconH1)"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PACKED_CALLS": str(calls)},
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0 and "3 passed" in done.stdout, done.stdout + done.stderr
+    assert set(calls.read_text().split()) == {"chunk_gated_delta_rule", "chunk_kda", "mamba_chunk_scan_combined"}

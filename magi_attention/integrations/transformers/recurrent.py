@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Recurrent layers of transformers by the plans of a batch: gated delta rule, KDA, Mamba-2, short convolutions.
 
-The layers call functions of their module, torch's or those of fla and mamba_ssm, whichever transformers found. Each is
-called for one segment after another, so that any of them will do: kernels for packed documents, all segments in one
-call, are not called as such yet. The convolution is torch's.
+The layers call functions of their module, torch's or those of fla and mamba_ssm, whichever transformers found. Those of
+the libraries take a rank's documents in one call, or one for each fragment. Torch's, and such as nothing is known of,
+are called for one segment after another. The convolution is torch's.
 """
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable
 from functools import update_wrapper
@@ -20,7 +21,7 @@ from magi_attention.api import causal_conv1d, decay_of_fragments, run_recurrent
 from magi_attention.errors import ContractError
 from magi_attention.functional.attention_check import note_call
 from magi_attention.integrations.packing import LayerPlans
-from magi_attention.integrations.recurrent_kernels import mamba2_step
+from magi_attention.integrations.recurrent_kernels import fla_kernel, mamba2_step, run_mamba2
 from magi_attention.integrations.shared.recurrent_layers import CONVOLUTION, FUSED, SCANS, is_marked, mark
 
 Function = Callable[..., Any]
@@ -76,6 +77,10 @@ def _delta_rule(
     g: torch.Tensor, beta: torch.Tensor, use_qk_l2norm_in_kernel: bool = False, **_: Any,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
     """query, key (1, T, Hk, K), value (1, T, H, V), g (1, T, H) or (1, T, H, K), beta (1, T, H)."""
+    if _is_of_library(original):
+        parts = (x[0] for x in (query, key, g, beta))
+        packed = fla_kernel(original, *parts, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
+        return run_recurrent(packed, value[0], key.shape[-1], plans.full, plans.group)[None], None
 
     def kernel(value: torch.Tensor, initial: torch.Tensor, cu_seqlens: torch.Tensor) -> tuple[torch.Tensor, ...]:
         def segment(at: slice, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -97,6 +102,13 @@ def _mamba2(
     dt_limit: tuple[float, float] = (0.0, float("inf")), **_: Any,
 ) -> torch.Tensor:  # fmt: skip
     """hidden_states (1, T, H, P), dt (1, T, H), A, D, dt_bias (H,), B, C (1, T, G, N). The state is (H, P, N) there."""
+    if _is_of_library(original):
+        parts = (hidden_states[0], dt[0], A, B[0], C[0])
+        return run_mamba2(
+            original, *parts, chunk_size, plans.full, plans.group, D=D, dt_bias=dt_bias, dt_softplus=dt_softplus,
+            dt_limit=dt_limit,
+        )[None]  # fmt: skip
+
     def kernel(value: torch.Tensor, initial: torch.Tensor, cu_seqlens: torch.Tensor) -> tuple[torch.Tensor, ...]:
         def segment(at: slice, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             out, final = original(
@@ -111,6 +123,11 @@ def _mamba2(
     decay = decay_of_fragments(A.float() * step, plans.full, plans.group)
     out = run_recurrent(kernel, hidden_states[0], B.shape[-1], plans.full, plans.group, transition=decay)
     return out[None]
+
+
+def _is_of_library(function: Function) -> bool:
+    """Did transformers find fla or mamba_ssm? Torch's functions in their place refuse packed documents."""
+    return bool(inspect.isfunction(function) and inspect.getclosurevars(function).nonlocals.get("is_new_implementation"))
 
 
 def _by_segments(

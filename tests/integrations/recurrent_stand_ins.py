@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What kernels of flash-linear-attention and mamba_ssm compute, token by token, with their arguments and defaults."""
+
+from __future__ import annotations
+
+import torch
+
+packed_calls: list[str] = []  # names of those that were given several documents at once
+
+
+def chunk_gated_delta_rule(
+    q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False,
+    cu_seqlens=None, **_,
+):  # fmt: skip
+    """Also ``chunk_kda``, whose g has a column for each of k."""
+    if cu_seqlens is not None and len(cu_seqlens) > 2:
+        packed_calls.append("chunk_gated_delta_rule" if g.dim() == 3 else "chunk_kda")
+        assert len(q) == 1 and cu_seqlens.dtype == torch.int64
+    rows = v.shape[1]
+    bounds = [0, rows] if cu_seqlens is None else cu_seqlens.tolist()
+    if use_qk_l2norm_in_kernel:
+        q, k = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (q, k))
+    if q.shape[2] != v.shape[2]:
+        q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], 2) for x in (q, k))
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    decay = (g if g.dim() == 4 else g[..., None]).exp()[..., None]
+    if initial_state is None:
+        initial_state = v.new_zeros((len(bounds) - 1, v.shape[2], q.shape[-1], v.shape[-1]))
+    out, finals = [], []
+    for begin, end, state in zip(bounds[:-1], bounds[1:], initial_state):
+        for t in range(begin, end):
+            state = decay[0, t] * state
+            new = beta[0, t][:, None] * (v[0, t] - torch.einsum("hk,hkv->hv", k[0, t], state))
+            state = state + torch.einsum("hk,hv->hkv", k[0, t], new)
+            out.append(scale * torch.einsum("hk,hkv->hv", q[0, t], state))
+        finals.append(state)
+    return torch.stack(out)[None], torch.stack(finals) if output_final_state else None
+
+
+def mamba_chunk_scan_combined(
+    x, dt, A, B, C, chunk_size, D=None, z=None, dt_bias=None, initial_states=None, seq_idx=None, cu_seqlens=None,
+    dt_softplus=False, dt_limit=(0.0, float("inf")), return_final_states=False,
+):  # fmt: skip
+    """The initial state is that of the document with number 0, as in ``ssd_state_passing`` of mamba_ssm 2."""
+    if seq_idx is None:
+        seq_idx = torch.zeros(x.shape[:2], dtype=torch.int32)
+    elif int(seq_idx.max()):
+        packed_calls.append("mamba_chunk_scan_combined")
+    assert len(x) == 1 and seq_idx.dtype == torch.int32 and z is None
+    step = dt if dt_bias is None else dt + dt_bias
+    step = (torch.nn.functional.softplus(step) if dt_softplus else step).clamp(*dt_limit)
+    heads, groups = x.shape[2], x.shape[2] // B.shape[2]
+    state = x.new_zeros((heads, x.shape[3], B.shape[3])) if initial_states is None else initial_states[0]
+    number, out = 0, []
+    for t in range(x.shape[1]):
+        if seq_idx[0, t] != number:
+            state, number = torch.zeros_like(state), int(seq_idx[0, t])
+        b, c = (m[0, t].repeat_interleave(groups, 0) for m in (B, C))
+        state = (A * step[0, t]).exp()[:, None, None] * state
+        state = state + torch.einsum("h,hp,hn->hpn", step[0, t], x[0, t], b)
+        skip = 0 if D is None else D[:, None] * x[0, t]
+        out.append(torch.einsum("hpn,hn->hp", state, c) + skip)
+    out = torch.stack(out)[None]
+    return (out, state[None]) if return_final_states else out
