@@ -101,7 +101,8 @@ def test_arguments_and_states_of_fla(seed: int) -> None:
     def whole(q, k, g, beta, v):
         zero = v.new_zeros(len(cu_seqlens) - 1, HEADS, KEY, WIDTH)
         x = (t[None] for t in (q, k, v, g, beta))
-        return chunk_gated_delta_rule(*x, initial_state=zero, output_final_state=True, cu_seqlens=cu_seqlens, scale=0.7)[0][0]
+        packed = {"initial_state": zero, "output_final_state": True, "cu_seqlens": cu_seqlens}
+        return chunk_gated_delta_rule(*x, scale=0.7, **packed)[0][0]
 
     def by_plan(transport, q, k, g, beta, v):
         kernel = fla_kernel(chunk_gated_delta_rule, q, k, g, beta, scale=0.7)

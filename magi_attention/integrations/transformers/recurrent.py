@@ -127,7 +127,9 @@ def _mamba2(
 
 def _is_of_library(function: Function) -> bool:
     """Did transformers find fla or mamba_ssm? Torch's functions in their place refuse packed documents."""
-    return bool(inspect.isfunction(function) and inspect.getclosurevars(function).nonlocals.get("is_new_implementation"))
+    if not inspect.isfunction(function):
+        return False
+    return bool(inspect.getclosurevars(function).nonlocals.get("is_new_implementation"))
 
 
 def _by_segments(
