@@ -101,7 +101,7 @@ def holds_libstdcxx(library: Path) -> bool:
 
 
 def pybind11_version() -> str:
-    """Of the headers that the host module is compiled with."""
+    """The version of the headers that the host module is compiled with."""
     text = (toolchain.require_pybind11() / "pybind11" / "detail" / "common.h").read_text(encoding="utf-8")
     numbers = (re.search(rf"#define PYBIND11_VERSION_{part}\s+(\w+)", text) for part in ("MAJOR", "MINOR", "PATCH"))
     return ".".join(number[1] for number in numbers if number)

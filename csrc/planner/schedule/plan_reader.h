@@ -30,7 +30,7 @@ class PlanReader {
   int block_m() const { return block_m_; }
   int num_m_blocks() const { return (header_.total_k + block_m_ - 1) / block_m_; }
   const int32_t* order() const { return plan_ + header_.words_order; }
-  // Of the first L2 group of heads.
+  // The order of the first L2 group of heads.
   const int32_t* first_order() const {
     return header_.words_first_order ? plan_ + header_.words_first_order : order();
   }

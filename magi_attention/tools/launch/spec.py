@@ -18,7 +18,7 @@ K8S_TEMPLATES = ("jobset", "lws", "pytorchjob")
 DEFAULT_PORT = 29500
 HEAD = "MAGI_RUN_HEAD"  # the variable in which a job of Slurm keeps the address of node 0
 RESERVED = ("MAGI_RUN_ID", "MAGI_RUN_FOLDER", "MAGI_RUN_TOKEN", HEAD)
-# Of Slurm, which Kubernetes takes here, too: minutes, minutes:seconds, hours:minutes:seconds, each behind days-.
+# Durations of Slurm, here of Kubernetes, too: minutes, minutes:seconds, hours:minutes:seconds, each behind days-.
 _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<first>\d+)(?::(?P<second>\d+))?(?::(?P<third>\d+))?")
 _ENDLESS = ("UNLIMITED", "INFINITE")
 # Also a DNS label with room for what engines add, because k8s makes host names of it.

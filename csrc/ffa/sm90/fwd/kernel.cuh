@@ -41,7 +41,7 @@ struct Worker {
                                     Traversal& w)
       : p(params), smem(s), traversal(w) {}
 
-  // Of V, so many blocks ago; the block before is the one that was packed last.
+  // The stage of a V, so many blocks ago; the block before is the one that was packed last.
   __device__ __forceinline__ uint32_t v_stage(int ago) const {
     if constexpr (C::kVStages == 2) return KvRing{kv.blocks - ago}.stage();
     return vs.stage >= ago ? vs.stage - ago : vs.stage + C::kVStages - ago;
