@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The indexer of DSA: the best keys of each query, and the loss by which the indexer learns to find them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from magi_attention.api.graph_breaks import breaks_graph
+from magi_attention.functional.sparse import indexer
+from magi_attention.functional.sparse import indexer_kl as kl
+
+_eager = breaks_graph("the indexer goes through blocks of keys whose number is known at run time only")
+
+
+@_eager
+def indexer_topk(
+    q_index: torch.Tensor,
+    k_index: torch.Tensor,
+    weights: torch.Tensor,
+    k: int,
+    *,
+    causal: bool = True,
+    positions: torch.Tensor | None = None,
+    cu_seqlens: Any = None,
+    k_start: torch.Tensor | None = None,
+    k_end: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The ``k`` keys of each query that the lightning indexer scores highest, for ``index_attn_func``.
+
+    The score of query t and key s is ``sum_h weights[t, h] * relu(q_index[t, h] . k_index[s])``. q_index ``(T, H, D)``
+    and k_index ``(S, D)`` have one floating dtype, weights ``(T, H)`` any. Scores are to be finite.
+
+    A query sees what all of these let it see: with ``causal`` keys up to its own position; with ``cu_seqlens``
+    ``[0, n0, n0 + n1, ..., S]`` those of its own document; keys from ``k_start`` to below ``k_end``, int32 or int64
+    ``(T,)``. ``positions`` int32 or int64 ``(T,)`` says where queries stand among the keys, by default as they are
+    numbered. Over ranks give ``plan.gather`` of the index keys and ``plan.positions()``.
+
+    Returns int32 ``(T, k)``: keys ascending, then -1 where a query sees fewer than ``k``. Where scores are equal the
+    lower position wins. Dots are added in float64, then rounded to float32, so that the lists are the same for any
+    number of ranks; float64 inputs keep float64. No gradient goes through it. It never holds T x S numbers, in plain
+    PyTorch on any device; the host waits for a GPU once. In a compiled model it breaks the graph.
+
+    ``ContractError`` for tensors that do not fit together, and where positions are needed and are not given.
+    """
+    seen = indexer.Seen(causal, positions, cu_seqlens, k_start, k_end)
+    return indexer.indexer_topk(q_index, k_index, weights, k, seen)
+
+
+@_eager
+def indexer_kl(
+    q_index: torch.Tensor,
+    k_index: torch.Tensor,
+    weights: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    lse: torch.Tensor,
+    indices: torch.Tensor | None = None,
+    *,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    causal: bool = True,
+    positions: torch.Tensor | None = None,
+    cu_seqlens: Any = None,
+    k_start: torch.Tensor | None = None,
+    k_end: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The KL divergence of each query from attention's probabilities to the softmax of the indexer's scores.
+
+    As of the report of DeepSeek-V3.2 (arXiv 2512.02556): the target is the sum of attention's
+    probabilities over heads, divided by its sum over keys, and the divergence is
+    ``sum_s target_s * (log target_s - log_softmax(scores)_s)``. With ``indices`` int32 or int64 ``(T, N)``, made by
+    ``indexer_topk`` and shared by all heads, both are over these keys (sparse training). Without, over all keys that
+    the masks of ``indexer_topk`` let a query see (dense warm-up); give those of attention.
+
+    q_index, k_index and weights as there. q ``(T, Hq, Dq)``, k ``(S, Hk, Dq)`` (MLA: one kv head) and lse ``(T, Hq)``
+    are those of attention, with its ``softmax_scale`` (by default ``Dq ** -0.5``) and ``softcap``; they are constants
+    here. Over ranks give ``plan.gather`` of the keys, and add up the divergences of all ranks.
+
+    Returns ``(T,)`` in float32 (float64 for float64 inputs), 0 where lse is -inf, as of pad rows, or no key is seen;
+    the report's loss is its sum. Gradients of q_index, k_index and weights are computed block by block from the
+    inputs, the same bits on every run. Neither pass holds T x S or T x N x D numbers, in plain PyTorch on any device.
+    In a compiled model it breaks the graph.
+
+    ``ContractError`` for tensors that do not fit together, for lists and masks in one call, and for entries beyond the
+    keys (on a GPU these are none).
+    """
+    seen = indexer.Seen(causal, positions, cu_seqlens, k_start, k_end)
+    return kl.indexer_kl(q_index, k_index, weights, q, k, lse, indices, seen, softmax_scale, softcap)
+
+
+__all__ = ["indexer_kl", "indexer_topk"]

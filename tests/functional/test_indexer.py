@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The indexer holds to matrices of all queries and keys in float64: its lists, its loss and its gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from magi_attention.api import index_attn_func, indexer_kl, indexer_topk
+from magi_attention.errors import ContractError, UnsupportedError
+from magi_attention.functional.sparse import indexer
+from magi_attention.functional.sparse import indexer_kl as kl
+from magi_attention.functional.sparse.indexer import Blocks, Seen
+
+F64 = torch.float64
+NEG_INF = float("-inf")
+
+
+def all_scores(q_index, k_index, weights):
+    return torch.einsum("thd,sd->ths", q_index, k_index).relu().mul(weights[..., None]).sum(1)
+
+
+def draw_masks(queries, keys, gen):
+    """What a caller may say about masks, and the matrix that it stands for."""
+    positions = torch.randint(0, keys, (queries,), generator=gen)
+    cuts = torch.randint(0, keys + 1, (2,), generator=gen).sort().values.tolist()
+    cu_seqlens = [0, *cuts, keys]
+    document = torch.bucketize(torch.arange(keys), torch.tensor(cu_seqlens[1:]), right=True)
+    k_start = torch.randint(-2, keys, (queries,), generator=gen)
+    k_end = k_start + torch.randint(-1, keys, (queries,), generator=gen)
+    number = torch.arange(keys)
+    chosen, matrix = {"causal": False}, torch.ones(queries, keys, dtype=torch.bool)
+    for name, value, says in (
+        ("causal", True, number <= positions[:, None]),
+        ("cu_seqlens", cu_seqlens, document == document[positions][:, None]),
+        ("k_start", k_start.int(), number >= k_start[:, None]),
+        ("k_end", k_end, number < k_end[:, None]),
+    ):
+        if torch.rand((), generator=gen) < 0.5:
+            chosen[name] = value
+            matrix = matrix & says
+    if chosen["causal"] or "cu_seqlens" in chosen:
+        chosen["positions"] = positions
+    return chosen, matrix
+
+
+def seen_of(masks):
+    names = {"positions": None, "cu_seqlens": None, "k_start": None, "k_end": None, **masks}
+    return Seen(**names)
+
+
+@settings(max_examples=60, deadline=None, print_blob=True)
+@given(
+    queries=st.integers(0, 20),
+    keys=st.integers(1, 30),
+    heads=st.integers(1, 3),
+    k=st.integers(1, 40),
+    rows=st.integers(1, 7),
+    block=st.integers(1, 11),
+    seed=st.integers(0, 10**6),
+)
+def test_best_keys_are_those_of_a_stable_sort(queries, keys, heads, k, rows, block, seed):
+    """Small whole numbers: many scores are equal, and every sum of them is exact."""
+    gen = torch.Generator().manual_seed(seed)
+    shapes = (queries, heads, 2), (keys, 2), (queries, heads)
+    tensors = [torch.randint(-2, 3, s, generator=gen).float() for s in shapes]
+    masks, matrix = draw_masks(queries, keys, gen)
+    scores = all_scores(*tensors).masked_fill(~matrix, NEG_INF)
+    want = torch.full((queries, k), -1, dtype=torch.int32)
+    for t, row in enumerate(scores):
+        best = row.sort(descending=True, stable=True).indices[: min(k, int(matrix[t].sum()))].sort().values
+        want[t, : len(best)] = best.int()
+    got = indexer.indexer_topk(*tensors, k, seen_of(masks), Blocks(rows, block))
+    assert got.dtype == torch.int32 and torch.equal(got, want)
+    assert torch.equal(indexer_topk(*(x.double() for x in tensors), k, **masks), want)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_the_same_lists_for_any_blocks(dtype):
+    """Half of the keys are there twice, so equal scores must have equal bits wherever their blocks begin."""
+    gen = torch.Generator().manual_seed(7)
+    print("seed 7")
+    half = torch.randn(150, 64, generator=gen).to(dtype)
+    weights = torch.randn(90, 5, generator=gen)
+    tensors = [torch.randn(90, 5, 64, generator=gen).to(dtype), torch.cat((half, half)), weights]
+    seen = Seen(False, None, None, None, None)
+    want = indexer.indexer_topk(*tensors, 33, seen, Blocks(90, 300))
+    exact = all_scores(*(x.double() for x in tensors))
+    threshold = exact.gather(1, want.long()).amin(1)
+    assert ((exact > threshold[:, None] + 1e-5).sum(1) <= 33).all()
+    assert (exact.scatter(1, want.long(), NEG_INF).amax(1) <= threshold + 1e-5).all()
+    for t, row in enumerate(want.tolist()):  # of a pair the second is there with the first only
+        assert all(s - 150 in row for s in row if s >= 150), t
+    for rows, keys in ((1, 300), (7, 13), (64, 1), (31, 150)):
+        assert torch.equal(indexer.indexer_topk(*tensors, 33, seen, Blocks(rows, keys)), want), (rows, keys)
+
+
+def draw_attention(seed, queries, keys, heads, dtype=F64):
+    gen = torch.Generator().manual_seed(seed)
+    heads_q, heads_kv, index_heads = heads
+    shapes = (queries, index_heads, 4), (keys, 4), (queries, index_heads), (queries, heads_q, 6), (keys, heads_kv, 6)
+    return [torch.randn(s, generator=gen, dtype=F64).to(dtype) for s in shapes], gen
+
+
+def all_divergences(tensors, matrix, scale, softcap):
+    """KL by the definition, and the lse of attention: everything over one matrix of queries and keys."""
+    q_index, k_index, weights, q, k = tensors
+    logits = torch.einsum("thd,shd->hts", q, k.repeat_interleave(q.shape[1] // k.shape[1], 1)) * scale
+    logits = softcap * torch.tanh(logits / softcap) if softcap else logits
+    logits = logits.masked_fill(~matrix, NEG_INF)
+    target = logits.softmax(2).nan_to_num().sum(0)
+    target = (target / target.sum(1, keepdim=True)).nan_to_num().detach()
+    log_scores = all_scores(q_index, k_index, weights).masked_fill(~matrix, NEG_INF).log_softmax(1)
+    divergence = target.xlogy(target) - target * log_scores.masked_fill(~matrix, 0)
+    return divergence.masked_fill(~matrix, 0).sum(1), logits.logsumexp(2).t()
+
+
+@settings(max_examples=40, deadline=None, print_blob=True)
+@given(
+    queries=st.integers(1, 14),
+    keys=st.integers(1, 20),
+    heads=st.sampled_from([(4, 2, 3), (3, 3, 1), (4, 1, 2)]),
+    softcap=st.sampled_from([0.0, 2.0]),
+    is_sparse=st.booleans(),
+    rows=st.integers(1, 6),
+    block=st.integers(1, 9),
+    seed=st.integers(0, 10**6),
+)
+def test_divergence_and_gradients_are_those_of_the_definition(
+    queries, keys, heads, softcap, is_sparse, rows, block, seed
+):
+    tensors, gen = draw_attention(seed, queries, keys, heads)
+    masks, matrix = draw_masks(queries, keys, gen)
+    indices = None
+    if is_sparse:
+        indices = torch.randint(-keys, keys, (queries, 7), generator=gen)  # with -n, with keys twice
+        masks, matrix = {"causal": True}, (indices[..., None] == torch.arange(keys)).any(1)
+    leaves = [x.clone().requires_grad_() for x in tensors[:3]]
+    want, lse = all_divergences([*leaves, *tensors[3:]], matrix, 0.5, softcap)
+    grad = torch.randn(queries, generator=gen, dtype=F64)
+    is_unseen = ~matrix.any(1)
+    tensors[0][is_unseen] = tensors[3][is_unseen] = float("nan")  # pad rows may hold anything
+    ours = [x.clone().requires_grad_() for x in tensors[:3]]
+    got = kl.indexer_kl(*ours, *tensors[3:], lse, indices, seen_of(masks), 0.5, softcap, Blocks(rows, block))
+    torch.testing.assert_close(got, want, atol=1e-12, rtol=1e-10)
+    for name, a, b in zip(
+        ("q_index", "k_index", "weights"), torch.autograd.grad(got, ours, grad), torch.autograd.grad(want, leaves, grad)
+    ):
+        torch.testing.assert_close(a, b, atol=1e-12, rtol=1e-10, msg=name)
+
+
+def test_heads_that_gave_their_mass_elsewhere_weigh_less():
+    """Dense attention, sparse loss: of each head counts what it gave to the listed keys."""
+    tensors, _ = draw_attention(5, 6, 9, (2, 1, 2))
+    print("seed 5")
+    everything = torch.ones(6, 9, dtype=torch.bool)
+    _, lse = all_divergences(tensors, everything, 0.5, 0.0)
+    indices = torch.tensor([[0, 3, 7]] * 6)
+    got = indexer_kl(*tensors, lse, indices, softmax_scale=0.5)
+    logits = torch.einsum("thd,shd->hts", tensors[3], tensors[4].expand(-1, 2, -1)) * 0.5
+    target = logits.softmax(2).sum(0)[:, indices[0]]
+    target = target / target.sum(1, keepdim=True)
+    scores = all_scores(*tensors[:3])[:, indices[0]].log_softmax(1)
+    torch.testing.assert_close(got, (target * (target.log() - scores)).sum(1))
+
+
+class Largest(TorchDispatchMode):
+    """The most elements of a tensor that any operation made."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for x in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(x, torch.Tensor):
+                self.elements = max(self.elements, x.numel())
+        return out
+
+
+@pytest.mark.parametrize("is_sparse", [False, True])
+def test_no_tensor_of_all_queries_and_keys(is_sparse):
+    total = 400
+    tensors, _ = draw_attention(2, total, total, (1, 1, 2), dtype=torch.float32)
+    leaves = [x.requires_grad_() for x in tensors[:3]]
+    seen = Seen(True, None, None, None, None)
+    lse = torch.full((total, 1), 5.0)
+    with Largest() as largest:
+        lists = indexer.indexer_topk(*leaves, 60, seen, Blocks(16, 64))
+        loss = kl.indexer_kl(*leaves, *tensors[3:], lse, lists if is_sparse else None, seen, None, 0.0, Blocks(8, 32))
+        loss.sum().backward()
+    assert 0 < largest.elements <= total * 60 < total * total // 2
+
+
+def test_low_precision_and_lists_of_the_indexer_go_together():
+    tensors, _ = draw_attention(9, 50, 50, (4, 1, 2), dtype=torch.bfloat16)
+    print("seed 9")
+    leaves = [x.requires_grad_() for x in tensors[:3]]
+    indices = indexer_topk(*leaves, 8, cu_seqlens=[0, 20, 50])
+    assert not indices.requires_grad and int(indices[20:].where(indices[20:] >= 0, 20).min()) == 20
+    _, meta = index_attn_func(*tensors[3:], tensors[4], indices[:, None])
+
+    def run():
+        loss = indexer_kl(*leaves, *tensors[3:], meta.lse, indices)
+        return [loss.detach(), *torch.autograd.grad(loss.sum(), leaves)]
+
+    runs = run(), run()
+    with torch.autocast("cpu", torch.bfloat16):
+        runs += (run(),)
+    assert runs[0][0].dtype == torch.float32 and all(x.dtype == torch.bfloat16 for x in runs[0][1:])
+    for other in runs[1:]:
+        assert all(torch.equal(*pair) for pair in zip(runs[0], other))
+    exact = [x.detach().double().requires_grad_() for x in tensors]
+    matrix = (indices[..., None] == torch.arange(50)).any(1)
+    want, _ = all_divergences(exact, matrix, 6**-0.5, 0.0)
+    torch.testing.assert_close(runs[0][0].double(), want.detach(), atol=1e-4, rtol=1e-4)
+    for a, b in zip(runs[0][1:], torch.autograd.grad(want.sum(), exact[:3])):
+        torch.testing.assert_close(a.double(), b, atol=1e-2, rtol=1e-2)
+
+
+def test_what_is_refused():
+    (q_index, k_index, weights, q, k), _ = draw_attention(1, 5, 8, (2, 1, 3))
+    of, lse, lists = (q_index, k_index, weights), torch.zeros(5, 2), torch.zeros(5, 2, dtype=torch.int64)
+    for call, words in (
+        (lambda: indexer_topk(*of, 3), "5 queries for 8 keys.*give positions="),
+        (lambda: indexer_topk(*of, 0, causal=False), "k is 0; give an integer of at least 1"),
+        (lambda: indexer_topk(q_index[0], k_index, weights, 3), "q_index is .*give floating tensors"),
+        (lambda: indexer_topk(q_index, k_index, weights[:, :2], 3), "each index head needs a weight"),
+        (lambda: indexer_topk(q_index, k_index.float(), weights, 3), "cast both to one dtype"),
+        (lambda: indexer_topk(*of, 3, causal=False, k_end=torch.zeros(4)), "k_end is .*a number for each query"),
+        (lambda: indexer_topk(*of, 3, cu_seqlens=[0, 7], positions=lists[:, 0]), "ascend from 0 to the 8 keys"),
+        (lambda: indexer_kl(*of, q, k, lse[:, :1], lists), r"lse is \(queries, heads\)"),
+        (lambda: indexer_kl(*of, q, k, lse, lists + 8), "name key 8, but there are only 8"),
+        (lambda: indexer_kl(*of, q, k, lse, lists.float()), "give an int32 or int64 tensor"),
+        (lambda: indexer_kl(*of, q, k, lse, lists, k_start=lists[:, 0]), "leave out positions"),
+    ):
+        with pytest.raises(ContractError, match=words):
+            call()
+    leaf = k_index.clone().requires_grad_()
+    (grad,) = torch.autograd.grad(indexer_kl(q_index, leaf, weights, q, k, lse, lists).sum(), leaf, create_graph=True)
+    with pytest.raises(UnsupportedError, match="cannot be differentiated again"):
+        grad.sum().backward()
