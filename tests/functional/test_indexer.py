@@ -232,6 +232,7 @@ def test_what_is_refused():
         (lambda: indexer_topk(*of, 3, causal=False, k_end=torch.zeros(4)), "k_end is .*a number for each query"),
         (lambda: indexer_topk(*of, 3, cu_seqlens=[0, 7], positions=lists[:, 0]), "ascend from 0 to the 8 keys"),
         (lambda: indexer_kl(*of, q, k, lse[:, :1], lists), r"lse is \(queries, heads\)"),
+        (lambda: indexer_kl(*of, q, k, None, lists), "lse is a NoneType; give meta.lse"),
         (lambda: indexer_kl(*of, q, k, lse, lists + 8), "name key 8, but there are only 8"),
         (lambda: indexer_kl(*of, q, k, lse, lists.float()), "give an int32 or int64 tensor"),
         (lambda: indexer_kl(*of, q, k, lse, lists, k_start=lists[:, 0]), "leave out positions"),

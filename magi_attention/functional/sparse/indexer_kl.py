@@ -182,6 +182,8 @@ def indexer_kl(
     """``api.indexer_kl``."""
     check_indexer(q_index, k_index, weights)
     check_qkv(q, k, k)
+    if not isinstance(lse, torch.Tensor):
+        raise ContractError(f"lse is a {type(lse).__name__}; give meta.lse, the tensor (queries, heads) of attention.")
     if len(q) != len(q_index) or len(k) != len(k_index) or lse.shape != q.shape[:2]:
         raise ContractError(
             f"q {tuple(q.shape)}, k {tuple(k.shape)}, lse {tuple(lse.shape)}, q_index {tuple(q_index.shape)}, k_index "
