@@ -7,14 +7,9 @@ from typing import Any
 
 import torch
 
-from magi_attention.api.graph_breaks import breaks_graph
 from magi_attention.functional.sparse import indexer
-from magi_attention.functional.sparse import indexer_kl as kl
-
-_eager = breaks_graph("the indexer goes through blocks of keys whose number is known at run time only")
 
 
-@_eager
 def indexer_topk(
     q_index: torch.Tensor,
     k_index: torch.Tensor,
@@ -40,15 +35,14 @@ def indexer_topk(
     Returns int32 ``(T, k)``: keys ascending, then -1 where a query sees fewer than ``k``. Where scores are equal the
     lower position wins. Dots are added in float64, then rounded to float32, so that the lists are the same for any
     number of ranks; float64 inputs keep float64. No gradient goes through it. It never holds T x S numbers, in plain
-    PyTorch on any device; the host waits for a GPU once. In a compiled model it breaks the graph.
+    PyTorch on any device; the host waits for a GPU once. Under ``torch.compile(fullgraph=True)`` it is one custom op.
 
     ``ContractError`` for tensors that do not fit together, and where positions are needed and are not given.
     """
-    seen = indexer.Seen(causal, positions, cu_seqlens, k_start, k_end)
-    return indexer.indexer_topk(q_index, k_index, weights, k, seen)
+    visible = indexer.make_visible(causal, positions, cu_seqlens, k_start, k_end)
+    return indexer.indexer_topk(q_index, k_index, weights, k, visible)
 
 
-@_eager
 def indexer_kl(
     q_index: torch.Tensor,
     k_index: torch.Tensor,
@@ -81,13 +75,13 @@ def indexer_kl(
     Returns ``(T,)`` in float32 (float64 for float64 inputs), 0 where lse is -inf, as of pad rows, or no key is seen;
     the report's loss is its sum. Gradients of q_index, k_index and weights are computed block by block from the
     inputs, the same bits on every run. Neither pass holds T x S or T x N x D numbers, in plain PyTorch on any device.
-    In a compiled model it breaks the graph.
+    Under ``torch.compile(fullgraph=True)`` it is one custom op.
 
     ``ContractError`` for tensors that do not fit together, for lists and masks in one call, and for entries beyond the
     keys (on a GPU these are none).
     """
-    seen = indexer.Seen(causal, positions, cu_seqlens, k_start, k_end)
-    return kl.indexer_kl(q_index, k_index, weights, q, k, lse, indices, seen, softmax_scale, softcap)
+    visible = indexer.make_visible(causal, positions, cu_seqlens, k_start, k_end)
+    return indexer.indexer_kl(q_index, k_index, weights, q, k, lse, indices, visible, softmax_scale, softcap)
 
 
 __all__ = ["indexer_kl", "indexer_topk"]

@@ -3,9 +3,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -62,19 +59,3 @@ def processes(rank: int, world: int, is_sparse: bool) -> None:
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_one_process_and_several(world, is_sparse) -> None:
     run_processes(world, processes, is_sparse)
-
-
-def compiled(tensors):
-    return indexer_kl(*tensors, torch.zeros(12, 2), indexer_topk(*tensors[:3], 4)) * 2
-
-
-def test_a_compiled_model_breaks_its_graph_there() -> None:
-    gen = torch.Generator().manual_seed(1)
-    tensors = [torch.randn(12, *s, generator=gen) for s in ((2, 4), (4,), (2,), (2, 6), (1, 6))]
-    assert torch.equal(torch.compile(compiled, backend="aot_eager")(tensors), compiled(tensors))
-
-
-def test_the_compiler_is_not_imported() -> None:
-    code = "import sys, torch, magi_attention.api as m; x = torch.ones(3, 2, 2)\n"
-    code += "m.indexer_topk(x, x[:, 0], x[:, 0], 2); assert 'torch._dynamo' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True)

@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from magi_attention.api import index_attn_func, indexer_kl, indexer_topk
 from magi_attention.errors import ContractError, UnsupportedError
 from magi_attention.functional.sparse import indexer
-from magi_attention.functional.sparse import indexer_kl as kl
-from magi_attention.functional.sparse.indexer import Blocks, Seen
+from magi_attention.kernels.indexer import Blocks, Visible
+from magi_attention.kernels.indexer.custom_ops import kl_bwd, kl_fwd, topk_op
 
 F64 = torch.float64
 NEG_INF = float("-inf")
@@ -47,9 +47,9 @@ def draw_masks(queries, keys, gen):
     return chosen, matrix
 
 
-def seen_of(masks):
+def visible_of(masks):
     names = {"positions": None, "cu_seqlens": None, "k_start": None, "k_end": None, **masks}
-    return Seen(**names)
+    return indexer.make_visible(**names)
 
 
 @settings(max_examples=60, deadline=None, print_blob=True)
@@ -73,7 +73,7 @@ def test_best_keys_are_those_of_a_stable_sort(queries, keys, heads, k, rows, blo
     for t, row in enumerate(scores):
         best = row.sort(descending=True, stable=True).indices[: min(k, int(matrix[t].sum()))].sort().values
         want[t, : len(best)] = best.int()
-    got = indexer.indexer_topk(*tensors, k, seen_of(masks), Blocks(rows, block))
+    got = indexer.indexer_topk(*tensors, k, visible_of(masks), Blocks(rows, block))
     assert got.dtype == torch.int32 and torch.equal(got, want)
     assert torch.equal(indexer_topk(*(x.double() for x in tensors), k, **masks), want)
 
@@ -86,8 +86,8 @@ def test_the_same_lists_for_any_blocks(dtype):
     half = torch.randn(150, 64, generator=gen).to(dtype)
     weights = torch.randn(90, 5, generator=gen)
     tensors = [torch.randn(90, 5, 64, generator=gen).to(dtype), torch.cat((half, half)), weights]
-    seen = Seen(False, None, None, None, None)
-    want = indexer.indexer_topk(*tensors, 33, seen, Blocks(90, 300))
+    visible = Visible(False, None, None, None, None)
+    want = indexer.indexer_topk(*tensors, 33, visible, Blocks(90, 300))
     exact = all_scores(*(x.double() for x in tensors))
     threshold = exact.gather(1, want.long()).amin(1)
     assert ((exact > threshold[:, None] + 1e-5).sum(1) <= 33).all()
@@ -95,7 +95,7 @@ def test_the_same_lists_for_any_blocks(dtype):
     for t, row in enumerate(want.tolist()):  # of a pair the second is there with the first only
         assert all(s - 150 in row for s in row if s >= 150), t
     for rows, keys in ((1, 300), (7, 13), (64, 1), (31, 150)):
-        assert torch.equal(indexer.indexer_topk(*tensors, 33, seen, Blocks(rows, keys)), want), (rows, keys)
+        assert torch.equal(indexer.indexer_topk(*tensors, 33, visible, Blocks(rows, keys)), want), (rows, keys)
 
 
 def draw_attention(seed, queries, keys, heads, dtype=F64):
@@ -144,7 +144,7 @@ def test_divergence_and_gradients_are_those_of_the_definition(
     is_unseen = ~matrix.any(1)
     tensors[0][is_unseen] = tensors[3][is_unseen] = float("nan")  # pad rows may hold anything
     ours = [x.clone().requires_grad_() for x in tensors[:3]]
-    got = kl.indexer_kl(*ours, *tensors[3:], lse, indices, seen_of(masks), 0.5, softcap, Blocks(rows, block))
+    got = indexer.indexer_kl(*ours, *tensors[3:], lse, indices, visible_of(masks), 0.5, softcap, Blocks(rows, block))
     torch.testing.assert_close(got, want, atol=1e-12, rtol=1e-10)
     for name, a, b in zip(
         ("q_index", "k_index", "weights"), torch.autograd.grad(got, ours, grad), torch.autograd.grad(want, leaves, grad)
@@ -185,11 +185,12 @@ def test_no_tensor_of_all_queries_and_keys(is_sparse):
     total = 400
     tensors, _ = draw_attention(2, total, total, (1, 1, 2), dtype=torch.float32)
     leaves = [x.requires_grad_() for x in tensors[:3]]
-    seen = Seen(True, None, None, None, None)
+    visible = Visible(True, None, None, None, None)
     lse = torch.full((total, 1), 5.0)
     with Largest() as largest:
-        lists = indexer.indexer_topk(*leaves, 60, seen, Blocks(16, 64))
-        loss = kl.indexer_kl(*leaves, *tensors[3:], lse, lists if is_sparse else None, seen, None, 0.0, Blocks(8, 32))
+        lists = indexer.indexer_topk(*leaves, 60, visible, Blocks(16, 64))
+        given = lists if is_sparse else None
+        loss = indexer.indexer_kl(*leaves, *tensors[3:], lse, given, visible, None, 0.0, Blocks(8, 32))
         loss.sum().backward()
     assert 0 < largest.elements <= total * 60 < total * total // 2
 
@@ -220,6 +221,59 @@ def test_low_precision_and_lists_of_the_indexer_go_together():
         torch.testing.assert_close(a.double(), b, atol=1e-2, rtol=1e-2)
 
 
+def draw_documents():
+    tensors, gen = draw_attention(4, 12, 12, (2, 1, 2), dtype=torch.float32)
+    print("seed 4")
+    cu_seqlens = torch.tensor([0, 5, 12])
+    return tensors, {"cu_seqlens": cu_seqlens, "positions": torch.arange(12, dtype=torch.int32)}, gen
+
+
+def test_compiled_whole_it_is_three_ops():
+    tensors, masks, _ = draw_documents()
+    leaves = [x.requires_grad_() for x in tensors[:3]]
+
+    def layer(q_index, k_index, weights, q, k, lse):
+        lists = indexer_topk(q_index, k_index, weights, 4, **masks)
+        sparse = indexer_kl(q_index, k_index, weights, q, k, lse, lists)
+        dense = indexer_kl(q_index, k_index, weights, q, k, lse, cu_seqlens=[0, 5, 12])
+        return sparse + 2 * dense, lists
+
+    lse = torch.full((12, 2), 2.0)
+    want, lists = layer(*tensors, lse)
+    grads = torch.autograd.grad(want.sum(), leaves)
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    assert torch.equal(torch.compile(layer, fullgraph=True, backend=backend)(*tensors, lse)[1], lists)
+    names = [str(node.target) for node in graphs[0].graph.nodes if "magi_attention" in str(node.target)]
+    assert names == [f"magi_attention.indexer_{name}.default" for name in ("topk", "kl_fwd", "kl_fwd")]
+    for dynamic in (False, True):
+        torch._dynamo.reset()
+        out, chosen = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=dynamic)(*tensors, lse)
+        assert torch.equal(out, want) and torch.equal(chosen, lists)
+        for a, b in zip(torch.autograd.grad(out.sum(), leaves), grads):
+            assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("is_sparse", [False, True])
+def test_ops_are_registered_soundly(is_sparse):
+    tensors, masks, gen = draw_documents()
+    visible = visible_of({"causal": True, **masks})
+    of = [x.detach() for x in tensors[:3]]
+    torch.library.opcheck(topk_op, (*of, 4, *visible, 5, 8), test_utils=("test_schema", "test_faketensor"))
+    lists = torch.randint(-2, 12, (12, 4), generator=gen) if is_sparse else None
+    rest = *tensors[3:], torch.full((12, 2), 2.0), lists, *visible, 0.5, 0.0, 5, 8
+    torch.library.opcheck(kl_fwd, (*[x.requires_grad_() for x in tensors[:3]], *rest))
+    loss, lse_index, mass = kl_fwd(*of, *rest)
+    torch.library.opcheck(
+        kl_bwd, (torch.ones_like(loss), lse_index, mass, *of, *rest), test_utils=("test_schema", "test_faketensor")
+    )
+
+
 def test_what_is_refused():
     (q_index, k_index, weights, q, k), _ = draw_attention(1, 5, 8, (2, 1, 3))
     of, lse, lists = (q_index, k_index, weights), torch.zeros(5, 2), torch.zeros(5, 2, dtype=torch.int64)
@@ -231,6 +285,9 @@ def test_what_is_refused():
         (lambda: indexer_topk(q_index, k_index.float(), weights, 3), "cast both to one dtype"),
         (lambda: indexer_topk(*of, 3, causal=False, k_end=torch.zeros(4)), "k_end is .*a number for each query"),
         (lambda: indexer_topk(*of, 3, cu_seqlens=[0, 7], positions=lists[:, 0]), "ascend from 0 to the 8 keys"),
+        (lambda: indexer_topk(*of, 3, cu_seqlens=[0, 5.0], causal=False), "cu_seqlens is 5.0 .*give an integer"),
+        (lambda: indexer_topk(*of, 3, cu_seqlens=8, positions=lists[:, 0]), "cu_seqlens is 8; give integers"),
+        (lambda: indexer_topk(*of, 3, cu_seqlens=torch.zeros(2), positions=lists[:, 0]), "cu_seqlens is torch.float32"),
         (lambda: indexer_kl(*of, q, k, lse[:, :1], lists), r"lse is \(queries, heads\)"),
         (lambda: indexer_kl(*of, q, k, None, lists), "lse is a NoneType; give meta.lse"),
         (lambda: indexer_kl(*of, q, k, lse, lists + 8), "name key 8, but there are only 8"),

@@ -1,86 +1,95 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The indexer of DSA: which keys a query may see, the scores of these keys, and the best of them.
-
-``best_keys`` here and ``kl_forward``, ``kl_backward`` of ``indexer_kl`` are all the arithmetic there is: a kernel has
-their arguments and results, and whoever adds one decides here, by a sentence to the user, what it does not take.
-"""
+"""The indexer of DSA on one device: the best keys of each query, and the loss by which the indexer learns."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
 
-from magi_attention.common.scalars import as_int, as_int_array
+from magi_attention.common.scalars import as_float, as_int
 from magi_attention.errors import ContractError
-from magi_attention.functional.inputs import check_devices, refuse_dtensor
+from magi_attention.functional.inputs import check_devices, check_qkv, refuse_dtensor
+from magi_attention.kernels.indexer import Blocks, Visible
+from magi_attention.kernels.indexer.custom_ops import kl_fwd, topk_op
 from magi_attention.kernels.reference.operands import FLOAT_DTYPES
-from magi_attention.kernels.types import accumulation_dtype
+from magi_attention.kernels.types import as_scale
 
-_NONE = torch.iinfo(torch.int32).max  # in place of -1 where none is to be last
-_NEG_INF = float("-inf")
-
-
-class Blocks(NamedTuple):
-    """How many queries and keys are held against each other at a time: memory, and nothing else, depends on it."""
-
-    rows: int
-    keys: int
+_INTEGERS = (torch.int32, torch.int64)
+_KL_BLOCKS = Blocks(32, 512)
 
 
-class Seen(NamedTuple):
-    """Which keys the caller lets queries see: what ``indexer_topk`` takes after the star."""
+def indexer_topk(
+    q_index: torch.Tensor, k_index: torch.Tensor, weights: torch.Tensor, k: int, visible: Visible,
+    blocks: Blocks | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """``api.indexer_topk``."""
+    check_indexer(q_index, k_index, weights)
+    check_visible(visible, len(q_index), len(k_index))
+    count = as_int(k, "k", at_least=1)
+    # the op has no gradient, and is to be given nothing that has one
+    tensors = q_index.detach(), k_index.detach(), weights.detach()
+    return topk_op(*tensors, count, *visible, *(blocks or Blocks(64, max(1024, count))))
 
-    causal: bool
-    positions: torch.Tensor | None
-    cu_seqlens: Any
-    k_start: torch.Tensor | None
-    k_end: torch.Tensor | None
 
-    def bounds(self, queries: int, keys: int, device: torch.device) -> torch.Tensor:
-        """int64 (queries, 2): first key of each query, and the one behind its last."""
-        low = torch.zeros(queries, dtype=torch.int64, device=device)
-        high = torch.full_like(low, keys)
-        if self.causal or self.cu_seqlens is not None:
-            at = self._positions(queries, keys, device)
-            if self.causal:
-                high = torch.minimum(high, at + 1)
-            if self.cu_seqlens is not None:
-                starts = _document_starts(self.cu_seqlens, keys).to(device)
-                document = torch.searchsorted(starts, at, right=True).clamp(1, len(starts) - 1)
-                low, high = starts[document - 1], torch.minimum(high, starts[document])
-        if self.k_start is not None:
-            low = torch.maximum(low, _by_query("k_start", self.k_start, queries, device))
-        if self.k_end is not None:
-            high = torch.minimum(high, _by_query("k_end", self.k_end, queries, device))
-        return torch.stack((low, high), 1)
+def indexer_kl(
+    q_index: torch.Tensor, k_index: torch.Tensor, weights: torch.Tensor, q: torch.Tensor, k: torch.Tensor,
+    lse: torch.Tensor, indices: torch.Tensor | None, visible: Visible, softmax_scale: float | None, softcap: float,
+    blocks: Blocks = _KL_BLOCKS,
+) -> torch.Tensor:  # fmt: skip
+    """``api.indexer_kl``."""
+    check_indexer(q_index, k_index, weights)
+    check_qkv(q, k, k)
+    if not isinstance(lse, torch.Tensor):
+        raise ContractError(f"lse is a {type(lse).__name__}; give meta.lse, the tensor (queries, heads) of attention.")
+    if len(q) != len(q_index) or len(k) != len(k_index) or lse.shape != q.shape[:2]:
+        raise ContractError(
+            f"q {tuple(q.shape)}, k {tuple(k.shape)}, lse {tuple(lse.shape)}, q_index {tuple(q_index.shape)}, k_index "
+            f"{tuple(k_index.shape)}: attention and indexer need the same queries and keys; lse is (queries, heads)."
+        )
+    check_devices(q, lse=lse, q_index=q_index)
+    if indices is None:
+        check_visible(visible, len(q), len(k))
+    else:
+        _check_lists(indices, visible, len(q))
+        indices = indices.to(q.device)
+    divergence, _, _ = kl_fwd(
+        q_index, k_index, weights, q.detach(), k.detach(), lse.detach(), indices, *visible,
+        q.shape[2] ** -0.5 if softmax_scale is None else as_scale(softmax_scale), as_float(softcap, "softcap"), *blocks,
+    )  # fmt: skip
+    return divergence
 
-    def _positions(self, queries: int, keys: int, device: torch.device) -> torch.Tensor:
-        if self.positions is not None:
-            return _by_query("positions", self.positions, queries, device)
-        if queries != keys:
+
+def make_visible(
+    causal: bool, positions: torch.Tensor | None, cu_seqlens: Any, k_start: torch.Tensor | None,
+    k_end: torch.Tensor | None,
+) -> Visible:  # fmt: skip
+    """What ``api.indexer_topk`` takes after the star."""
+    if cu_seqlens is not None and not isinstance(cu_seqlens, torch.Tensor):
+        if not hasattr(cu_seqlens, "__len__"):
+            raise ContractError(f"cu_seqlens is {cu_seqlens!r}; give integers [0, n0, n0 + n1, ...].")
+        cu_seqlens = torch.tensor([as_int(x, "cu_seqlens") for x in cu_seqlens], dtype=torch.int64)
+    return Visible(bool(causal), positions, cu_seqlens, k_start, k_end)
+
+
+def check_visible(visible: Visible, queries: int, keys: int) -> None:
+    """``ContractError`` unless the tensors fit so many queries and keys."""
+    starts = visible.cu_seqlens
+    if starts is not None and (starts.dim() != 1 or len(starts) < 2 or starts.dtype not in _INTEGERS):
+        raise ContractError(
+            f"cu_seqlens is {starts.dtype} {tuple(starts.shape)}; give integers [0, n0, n0 + n1, ..., {keys}]."
+        )
+    for name in ("positions", "k_start", "k_end"):
+        x = getattr(visible, name)
+        if x is not None and not (_is_integers(x) and tuple(x.shape) == (queries,)):
             raise ContractError(
-                f"There are {queries} queries for {keys} keys, and causal= and cu_seqlens= ask where queries stand; "
-                "give positions=, as plan.positions() has them, or causal=False."
+                f"{name} is {_form(x)}; give an int32 or int64 tensor ({queries},), a number for each query."
             )
-        return torch.arange(keys, device=device)
-
-
-def _by_query(name: str, x: torch.Tensor, queries: int, device: torch.device) -> torch.Tensor:
-    is_fit = isinstance(x, torch.Tensor) and tuple(x.shape) == (queries,) and x.dtype in (torch.int32, torch.int64)
-    if not is_fit:
-        what = f"{x.dtype} {tuple(x.shape)}" if isinstance(x, torch.Tensor) else f"a {type(x).__name__}"
-        raise ContractError(f"{name} is {what}; give an int32 or int64 tensor ({queries},), a number for each query.")
-    return x.to(device, torch.int64)
-
-
-def _document_starts(cu_seqlens: Any, keys: int) -> torch.Tensor:
-    starts = as_int_array(cu_seqlens, "cu_seqlens")
-    if starts.ndim != 1 or len(starts) < 2 or starts[0] != 0 or starts[-1] != keys or (np.diff(starts) < 0).any():
-        raise ContractError(f"cu_seqlens must ascend from 0 to the {keys} keys; give [0, n0, n0 + n1, ...].")
-    return torch.from_numpy(starts)
+    if visible.positions is None and queries != keys and (visible.causal or starts is not None):
+        raise ContractError(
+            f"There are {queries} queries for {keys} keys, and causal= and cu_seqlens= ask where queries stand; "
+            "give positions=, as plan.positions() has them, or causal=False."
+        )
 
 
 def check_indexer(q_index: torch.Tensor, k_index: torch.Tensor, weights: torch.Tensor) -> None:
@@ -88,10 +97,9 @@ def check_indexer(q_index: torch.Tensor, k_index: torch.Tensor, weights: torch.T
     for name, x, dims in (("q_index", q_index, 3), ("k_index", k_index, 2), ("weights", weights, 2)):
         refuse_dtensor(name, x)
         if not isinstance(x, torch.Tensor) or x.dim() != dims or x.dtype not in FLOAT_DTYPES:
-            what = f"{x.dtype} {tuple(x.shape)}" if isinstance(x, torch.Tensor) else f"a {type(x).__name__}"
             raise ContractError(
-                f"{name} is {what}; give floating tensors q_index (queries, index heads, index dim), k_index (keys, "
-                "index dim) and weights (queries, index heads)."
+                f"{name} is {_form(x)}; give floating tensors q_index (queries, index heads, index dim), k_index "
+                "(keys, index dim) and weights (queries, index heads)."
             )
     shapes = f"q_index {tuple(q_index.shape)}, k_index {tuple(k_index.shape)}, weights {tuple(weights.shape)}"
     if q_index.shape[2] != k_index.shape[1] or q_index.shape[:2] != weights.shape:
@@ -101,73 +109,21 @@ def check_indexer(q_index: torch.Tensor, k_index: torch.Tensor, weights: torch.T
     check_devices(q_index, k_index=k_index, weights=weights)
 
 
-def indexer_topk(
-    q_index: torch.Tensor,
-    k_index: torch.Tensor,
-    weights: torch.Tensor,
-    k: int,
-    seen: Seen,
-    blocks: Blocks | None = None,
-) -> torch.Tensor:
-    """``api.indexer_topk``."""
-    check_indexer(q_index, k_index, weights)
-    count = as_int(k, "k", at_least=1)
-    bounds = seen.bounds(len(q_index), len(k_index), q_index.device)
-    with torch.no_grad(), torch.autocast(q_index.device.type, enabled=False):
-        return best_keys(q_index, k_index, weights, bounds, count, blocks or Blocks(64, max(1024, count)))
-
-
-def best_keys(
-    q_index: torch.Tensor, k_index: torch.Tensor, weights: torch.Tensor, bounds: torch.Tensor, k: int, blocks: Blocks
-) -> torch.Tensor:
-    """int32 (T, k): the keys with the highest scores within ``bounds``, ascending, then -1."""
-    best = torch.full((len(q_index), k), -1, dtype=torch.int32, device=q_index.device)
-    for rows, low, high in row_blocks(bounds, blocks.rows):
-        values = torch.full(
-            (len(bounds[rows]), k), _NEG_INF, dtype=accumulation_dtype(q_index.dtype), device=best.device
+def _check_lists(indices: torch.Tensor, visible: Visible, queries: int) -> None:
+    if any(x is not None for x in visible[1:]):
+        raise ContractError("indices= say which keys a query has; leave out positions, cu_seqlens, k_start and k_end.")
+    if not _is_integers(indices) or indices.dim() != 2 or len(indices) != queries:
+        raise ContractError(
+            f"indices are {_form(indices)}; give an int32 or int64 tensor ({queries} queries, keys)."
         )
-        keys = best[rows]
-        for start in range(low, high, blocks.keys):
-            stop = min(start + blocks.keys, high)
-            is_seen, number = seen_keys(bounds[rows], start, stop)
-            scores = _scores(q_index[rows], k_index[start:stop], weights[rows]).masked_fill_(~is_seen, _NEG_INF)
-            # what was found before has the lower positions and stands first, and the sort keeps the order of equals
-            values = torch.cat((values, scores), 1)
-            keys = torch.cat((keys, torch.where(is_seen, number, -1).int()), 1)
-            values, order = values.sort(dim=1, descending=True, stable=True)
-            values, keys = values[:, :k], keys.gather(1, order[:, :k])
-        keys = torch.where(keys < 0, _NONE, keys).sort(1).values
-        best[rows] = torch.where(keys == _NONE, -1, keys)
-    return best
 
 
-def row_blocks(bounds: torch.Tensor, size: int) -> Iterator[tuple[slice, int, int]]:
-    """Blocks of queries, each with the first key that one of them may see and the one behind the last."""
-    parts = bounds.split(size)
-    if not len(bounds):
-        return
-    spans = torch.stack([torch.stack((part[:, 0].amin(), part[:, 1].amax())) for part in parts]).tolist()
-    for number, (low, high) in enumerate(spans):
-        yield slice(number * size, number * size + len(parts[number])), max(low, 0), high
+def _is_integers(x: object) -> bool:
+    return isinstance(x, torch.Tensor) and x.dtype in _INTEGERS
 
 
-def seen_keys(bounds: torch.Tensor, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """bool (rows, stop - start), and the numbers of these keys."""
-    number = torch.arange(start, stop, device=bounds.device)
-    return (number >= bounds[:, :1]) & (number < bounds[:, 1:]), number
+def _form(x: object) -> str:
+    return f"{x.dtype} {tuple(x.shape)}" if isinstance(x, torch.Tensor) else f"a {type(x).__name__}"
 
 
-def _scores(q_index: torch.Tensor, k_index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Scores (rows, keys) whose bits do not depend on how queries and keys are cut into blocks.
-
-    A matrix product adds in an order that changes with its shape. In float64 that changes bits which the rounding to
-    float32 removes. Heads are then added one by one."""
-    acc = accumulation_dtype(q_index.dtype)
-    q_index, k_index, weights = q_index.double(), k_index.double(), weights.to(acc)
-    total = torch.zeros(len(q_index), len(k_index), dtype=acc, device=q_index.device)
-    for head in range(q_index.shape[1]):
-        total += (q_index[:, head] @ k_index.T).to(acc).relu_().mul_(weights[:, head, None])
-    return total
-
-
-__all__ = ["Blocks", "Seen", "best_keys", "check_indexer", "indexer_topk", "row_blocks", "seen_keys"]
+__all__ = ["check_indexer", "check_visible", "indexer_kl", "indexer_topk", "make_visible"]

@@ -14,14 +14,9 @@ from typing import Any
 
 import torch
 
-from magi_attention.common.scalars import as_float
-from magi_attention.errors import ContractError
-from magi_attention.functional.inputs import check_devices, check_qkv
-from magi_attention.functional.sparse.indexer import Blocks, Seen, check_indexer, row_blocks, seen_keys
-from magi_attention.kernels.double_backward import once_differentiable
-from magi_attention.kernels.types import accumulation_dtype, as_scale
+from magi_attention.kernels.indexer.visible import Blocks, row_blocks, visible_keys
+from magi_attention.kernels.types import accumulation_dtype
 
-_BLOCKS = Blocks(32, 512)
 _NEG_INF = float("-inf")
 
 
@@ -42,15 +37,11 @@ class Problem:
     softcap: float
     blocks: Blocks
 
-    @property
-    def tensors(self) -> tuple[torch.Tensor | None, ...]:
-        return self.q_index, self.k_index, self.weights, self.q, self.k, self.lse, self.bounds, self.lists
-
 
 @dataclass(frozen=True)
 class _Tile:
     """Some queries against some keys. ``at``: rows of the keys, a slice or (rows, keys); ``k_index`` these, (keys, D)
-    or (rows, keys, D). ``dots`` (rows, H, keys); ``scores``, ``is_seen`` and ``target``, which is not
+    or (rows, keys, D). ``dots`` (rows, H, keys); ``scores``, ``is_visible`` and ``target``, which is not
     normalised, (rows, keys)."""
 
     at: Any
@@ -58,7 +49,7 @@ class _Tile:
     dots: torch.Tensor
     scores: torch.Tensor
     target: torch.Tensor
-    is_seen: torch.Tensor
+    is_visible: torch.Tensor
 
 
 class _Rows:
@@ -84,19 +75,19 @@ class _Rows:
         at: Any = slice(start, stop)
         if self.of.lists is None:
             assert self.of.bounds is not None
-            is_seen = seen_keys(self.of.bounds[self.rows], start, stop)[0]
+            is_visible = visible_keys(self.of.bounds[self.rows], start, stop)[0]
         else:
             keys = self.of.lists[self.rows, start:stop]
-            at, is_seen = keys.clamp(min=0).long(), keys >= 0
-        is_seen = is_seen & self.is_alive[:, None]
+            at, is_visible = keys.clamp(min=0).long(), keys >= 0
+        is_visible = is_visible & self.is_alive[:, None]
         k_index, k = self.of.k_index[at].to(self.acc), self.of.k[at].to(self.acc)
         dots = torch.einsum(f"rhd,{self.by_row}bd->rhb", self.q_index, k_index)
         scores = torch.einsum("rhb,rh->rb", dots.relu(), self.weights)
         logits = torch.einsum(f"rkgd,{self.by_row}bkd->rkgb", self.q, k)
         if self.of.softcap:
             logits = self.of.softcap * torch.tanh(logits / self.of.softcap)
-        target = (logits - self.lse[..., None]).exp_().sum((1, 2)).masked_fill_(~is_seen, 0)
-        return _Tile(at, k_index, dots, scores, target, is_seen)
+        target = (logits - self.lse[..., None]).exp_().sum((1, 2)).masked_fill_(~is_visible, 0)
+        return _Tile(at, k_index, dots, scores, target, is_visible)
 
 
 def _all_rows(of: Problem) -> Iterator[_Rows]:
@@ -111,14 +102,14 @@ def _all_rows(of: Problem) -> Iterator[_Rows]:
 def kl_forward(of: Problem) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The divergence of each query, the logsumexp of its scores and the sum of its targets, (T,) each."""
     acc = accumulation_dtype(of.q_index.dtype)
-    loss, lse_index, mass = torch.zeros(3, len(of.q_index), dtype=acc, device=of.q_index.device)
+    loss, lse_index, mass = (torch.zeros(len(of.q_index), dtype=acc, device=of.q_index.device) for _ in range(3))
     for part in _all_rows(of):
         top = torch.full_like(loss[part.rows], _NEG_INF)
         total, targets, entropy, cross = torch.zeros(4, len(top), dtype=acc, device=top.device)
         for tile in part.tiles():
-            above = torch.maximum(top, tile.scores.masked_fill(~tile.is_seen, _NEG_INF).amax(1))
+            above = torch.maximum(top, tile.scores.masked_fill(~tile.is_visible, _NEG_INF).amax(1))
             base = above.masked_fill(above == _NEG_INF, 0)
-            shares = (tile.scores - base[:, None]).masked_fill(~tile.is_seen, _NEG_INF).exp_()
+            shares = (tile.scores - base[:, None]).masked_fill(~tile.is_visible, _NEG_INF).exp_()
             total, top = total * (top - base).exp() + shares.sum(1), above
             targets = targets + tile.target.sum(1)
             entropy = entropy + torch.xlogy(tile.target, tile.target).sum(1)
@@ -141,7 +132,7 @@ def kl_backward(
         for tile in part.tiles():
             softmax = (tile.scores - lse_index[part.rows, None]).exp_()
             slope = (softmax - tile.target / targets) * grad[part.rows, None].to(acc)
-            slope = slope.masked_fill_(~(tile.is_seen & (targets > 0)), 0)
+            slope = slope.masked_fill_(~(tile.is_visible & (targets > 0)), 0)
             dw[part.rows] += torch.einsum("rb,rhb->rh", slope, tile.dots.relu())
             inner = slope[:, None] * part.weights[..., None] * (tile.dots > 0)
             dq[part.rows] += torch.einsum(f"rhb,{part.by_row}bd->rhd", inner, tile.k_index)
@@ -155,69 +146,4 @@ def kl_backward(
     return dq.to(of.q_index.dtype), dk.to(of.k_index.dtype), dw.to(of.weights.dtype)
 
 
-class _Divergence(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, q_index: torch.Tensor, k_index: torch.Tensor, weights: torch.Tensor, of: Problem
-    ) -> torch.Tensor:
-        with torch.autocast(q_index.device.type, enabled=False):
-            loss, lse_index, mass = kl_forward(of)
-        ctx.save_for_backward(q_index, k_index, weights, *of.tensors[3:], lse_index, mass)
-        ctx.options = of.scale, of.softcap, of.blocks
-        return loss
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        *tensors, lse_index, mass = ctx.saved_tensors
-        with torch.no_grad(), torch.autocast(grad.device.type, enabled=False):
-            grads = kl_backward(Problem(*tensors, *ctx.options), grad, lse_index, mass)
-        return (*once_differentiable(grads, (grad, *tensors[:3])), None)
-
-
-def indexer_kl(
-    q_index: torch.Tensor, k_index: torch.Tensor, weights: torch.Tensor, q: torch.Tensor, k: torch.Tensor,
-    lse: torch.Tensor, indices: torch.Tensor | None, seen: Seen, softmax_scale: float | None, softcap: float,
-    blocks: Blocks = _BLOCKS,
-) -> torch.Tensor:  # fmt: skip
-    """``api.indexer_kl``."""
-    check_indexer(q_index, k_index, weights)
-    check_qkv(q, k, k)
-    if not isinstance(lse, torch.Tensor):
-        raise ContractError(f"lse is a {type(lse).__name__}; give meta.lse, the tensor (queries, heads) of attention.")
-    if len(q) != len(q_index) or len(k) != len(k_index) or lse.shape != q.shape[:2]:
-        raise ContractError(
-            f"q {tuple(q.shape)}, k {tuple(k.shape)}, lse {tuple(lse.shape)}, q_index {tuple(q_index.shape)}, k_index "
-            f"{tuple(k_index.shape)}: attention and indexer need the same queries and keys; lse is (queries, heads)."
-        )
-    check_devices(q, lse=lse, q_index=q_index)
-    bounds = lists = None
-    if indices is None:
-        bounds = seen.bounds(len(q), len(k), q.device)
-    else:
-        lists = _lists(indices, seen, len(q), len(k)).to(q.device)
-    scale = q.shape[2] ** -0.5 if softmax_scale is None else as_scale(softmax_scale)
-    of = Problem(
-        q_index.detach(), k_index.detach(), weights.detach(), q.detach(), k.detach(), lse.detach(), bounds, lists,
-        scale, as_float(softcap, "softcap"), blocks,
-    )  # fmt: skip
-    divergence: torch.Tensor = _Divergence.apply(q_index, k_index, weights, of)  # type: ignore[no-untyped-call]
-    return divergence
-
-
-def _lists(indices: torch.Tensor, seen: Seen, queries: int, keys: int) -> torch.Tensor:
-    """The lists, sorted, with -1 for keys that are there twice."""
-    if any(x is not None for x in seen[1:]):
-        raise ContractError("indices= say which keys a query has; leave out positions, cu_seqlens, k_start and k_end.")
-    is_fit = isinstance(indices, torch.Tensor) and indices.dtype in (torch.int32, torch.int64)
-    if not is_fit or indices.dim() != 2 or len(indices) != queries:
-        what = f"{indices.dtype} {tuple(indices.shape)}" if isinstance(indices, torch.Tensor) else type(indices)
-        raise ContractError(f"indices are {what}; give an int32 or int64 tensor ({queries} queries, keys).")
-    if not indices.is_cuda and indices.numel() and int(indices.max()) >= keys:
-        raise ContractError(f"indices name key {int(indices.max())}, but there are only {keys}; give rows of k_index.")
-    ordered = indices.sort(1).values
-    is_repeat = torch.zeros_like(ordered, dtype=torch.bool)
-    is_repeat[:, 1:] = ordered[:, 1:] == ordered[:, :-1]
-    return ordered.masked_fill(is_repeat | (ordered >= keys), -1)
-
-
-__all__ = ["Problem", "indexer_kl", "kl_backward", "kl_forward"]
+__all__ = ["Problem", "kl_backward", "kl_forward"]

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The indexer as torch custom ops, so that ``torch.compile(fullgraph=True)`` sees opaque nodes.
+
+``magi_attention::indexer_topk`` has no gradient. ``magi_attention::indexer_kl_fwd`` has those of q_index, k_index and
+weights; to it q, k and lse are constants. Callers have checked shapes and dtypes. What asks for a look at values
+(document starts, entries of lists) is checked here, where there are values.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from magi_attention.errors import ContractError
+from magi_attention.kernels.double_backward import refuse_double_backward
+from magi_attention.kernels.indexer.kl import Problem, kl_backward, kl_forward
+from magi_attention.kernels.indexer.topk import best_keys
+from magi_attention.kernels.indexer.visible import Blocks, Visible
+from magi_attention.kernels.types import accumulation_dtype
+
+_INDEXER = "Tensor q_index, Tensor k_index, Tensor weights"
+_VISIBLE = "bool causal, Tensor? positions, Tensor? cu_seqlens, Tensor? k_start, Tensor? k_end"
+_ATTENTION = f"Tensor q, Tensor k, Tensor lse, Tensor? lists, {_VISIBLE}, float softmax_scale, float softcap"
+_BLOCKS = "int block_rows, int block_keys"
+_NUM_CONSTANTS = 13  # arguments of the forward behind the indexer's three
+Maybe = torch.Tensor | None
+
+
+@torch.library.custom_op(
+    "magi_attention::indexer_topk", mutates_args=(), schema=f"({_INDEXER}, SymInt k, {_VISIBLE}, {_BLOCKS}) -> Tensor"
+)  # fmt: skip
+def topk_op(
+    q_index: torch.Tensor, k_index: torch.Tensor, weights: torch.Tensor, k: int, causal: bool, positions: Maybe,
+    cu_seqlens: Maybe, k_start: Maybe, k_end: Maybe, block_rows: int, block_keys: int,
+) -> torch.Tensor:  # fmt: skip
+    """int32 (T, k): keys ascending, then -1."""
+    visible = Visible(causal, positions, cu_seqlens, k_start, k_end)
+    bounds = visible.bounds(len(q_index), len(k_index), q_index.device)
+    with torch.autocast(q_index.device.type, enabled=False):
+        return best_keys(q_index, k_index, weights, bounds, k, Blocks(block_rows, block_keys))
+
+
+@topk_op.register_fake
+def _(
+    q_index: torch.Tensor, k_index: torch.Tensor, weights: torch.Tensor, k: int, causal: bool, positions: Maybe,
+    cu_seqlens: Maybe, k_start: Maybe, k_end: Maybe, block_rows: int, block_keys: int,
+) -> torch.Tensor:  # fmt: skip
+    return q_index.new_empty((q_index.shape[0], k), dtype=torch.int32)
+
+
+def _problem(
+    q_index: torch.Tensor, k_index: torch.Tensor, weights: torch.Tensor, q: torch.Tensor, k: torch.Tensor,
+    lse: torch.Tensor, lists: Maybe, causal: bool, positions: Maybe, cu_seqlens: Maybe, k_start: Maybe, k_end: Maybe,
+    softmax_scale: float, softcap: float, block_rows: int, block_keys: int,
+) -> Problem:  # fmt: skip
+    bounds = None
+    if lists is None:
+        bounds = Visible(causal, positions, cu_seqlens, k_start, k_end).bounds(len(q), len(k), q.device)
+    else:
+        lists = _once_each(lists, len(k))
+    blocks = Blocks(block_rows, block_keys)
+    return Problem(q_index, k_index, weights, q, k, lse, bounds, lists, softmax_scale, softcap, blocks)
+
+
+def _once_each(lists: torch.Tensor, keys: int) -> torch.Tensor:
+    """The lists, sorted, with -1 for keys that are there twice."""
+    if not lists.is_cuda and lists.numel() and int(lists.max()) >= keys:
+        raise ContractError(f"indices name key {int(lists.max())}, but there are only {keys}; give rows of k_index.")
+    ordered = lists.sort(1).values
+    is_repeat = torch.zeros_like(ordered, dtype=torch.bool)
+    is_repeat[:, 1:] = ordered[:, 1:] == ordered[:, :-1]
+    return ordered.masked_fill(is_repeat | (ordered >= keys), -1)
+
+
+@torch.library.custom_op(
+    "magi_attention::indexer_kl_fwd", mutates_args=(),
+    schema=f"({_INDEXER}, {_ATTENTION}, {_BLOCKS}) -> (Tensor, Tensor, Tensor)",
+)  # fmt: skip
+def kl_fwd(
+    q_index: torch.Tensor, k_index: torch.Tensor, weights: torch.Tensor, q: torch.Tensor, k: torch.Tensor,
+    lse: torch.Tensor, lists: Maybe, causal: bool, positions: Maybe, cu_seqlens: Maybe, k_start: Maybe, k_end: Maybe,
+    softmax_scale: float, softcap: float, block_rows: int, block_keys: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """The divergence of each query, the logsumexp of its scores and the sum of its targets, (T,) each."""
+    problem = _problem(
+        q_index, k_index, weights, q, k, lse, lists, causal, positions, cu_seqlens, k_start, k_end, softmax_scale,
+        softcap, block_rows, block_keys,
+    )  # fmt: skip
+    with torch.autocast(q.device.type, enabled=False):
+        return kl_forward(problem)
+
+
+@kl_fwd.register_fake
+def _(q_index: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return tuple(q_index.new_empty(q_index.shape[:1], dtype=accumulation_dtype(q_index.dtype)) for _ in range(3))  # type: ignore[return-value]
+
+
+@torch.library.custom_op(
+    "magi_attention::indexer_kl_bwd", mutates_args=(),
+    schema=(
+        f"(Tensor grad, Tensor lse_index, Tensor mass, {_INDEXER}, {_ATTENTION}, {_BLOCKS}) "
+        "-> (Tensor, Tensor, Tensor)"
+    ),
+)  # fmt: skip
+def kl_bwd(
+    grad: torch.Tensor, lse_index: torch.Tensor, mass: torch.Tensor, q_index: torch.Tensor, k_index: torch.Tensor,
+    weights: torch.Tensor, q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor, lists: Maybe, causal: bool,
+    positions: Maybe, cu_seqlens: Maybe, k_start: Maybe, k_end: Maybe, softmax_scale: float, softcap: float,
+    block_rows: int, block_keys: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Gradients of q_index, k_index and weights in their dtypes; ``lse_index`` and ``mass`` are the forward's."""
+    problem = _problem(
+        q_index, k_index, weights, q, k, lse, lists, causal, positions, cu_seqlens, k_start, k_end, softmax_scale,
+        softcap, block_rows, block_keys,
+    )  # fmt: skip
+    with torch.autocast(q.device.type, enabled=False):
+        return kl_backward(problem, grad, lse_index, mass)
+
+
+@kl_bwd.register_fake
+def _(
+    grad: torch.Tensor, lse_index: torch.Tensor, mass: torch.Tensor, q_index: torch.Tensor, k_index: torch.Tensor,
+    weights: torch.Tensor, *_: Any,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    return tuple(x.new_empty(x.shape) for x in (q_index, k_index, weights))  # type: ignore[return-value]
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    tensors = [x if isinstance(x, torch.Tensor) else None for x in inputs]
+    ctx.save_for_backward(*output[1:], *tensors)
+    ctx.rest = [None if isinstance(x, torch.Tensor) else x for x in inputs]
+    ctx.mark_non_differentiable(*output[1:])
+
+
+def _grad(ctx: Any, grad: torch.Tensor, *_: object) -> tuple[torch.Tensor | None, ...]:
+    lse_index, mass, *tensors = ctx.saved_tensors
+    inputs = [rest if x is None else x for x, rest in zip(tensors, ctx.rest)]
+    return *kl_bwd(grad, lse_index, mass, *inputs), *[None] * _NUM_CONSTANTS
+
+
+kl_fwd.register_autograd(_grad, setup_context=_save)
+kl_bwd.register_autograd(refuse_double_backward)
