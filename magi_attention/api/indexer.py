@@ -7,7 +7,11 @@ from typing import Any
 
 import torch
 
-from magi_attention.functional.sparse import indexer
+from magi_attention.api.graph_breaks import breaks_graph
+from magi_attention.api.index_attn import IndexExchange
+from magi_attention.api.plan import Plan, check_plan
+from magi_attention.errors import ContractError
+from magi_attention.functional.sparse import indexer, indexer_rows
 
 
 def indexer_topk(
@@ -50,7 +54,9 @@ def indexer_kl(
     q: torch.Tensor,
     k: torch.Tensor,
     lse: torch.Tensor,
-    indices: torch.Tensor | None = None,
+    indices: torch.Tensor | IndexExchange | None = None,
+    plan: Plan | None = None,
+    group: Any = None,
     *,
     softmax_scale: float | None = None,
     softcap: float = 0.0,
@@ -62,7 +68,7 @@ def indexer_kl(
 ) -> torch.Tensor:
     """The KL divergence of each query from attention's probabilities to the softmax of the indexer's scores.
 
-    As of the report of DeepSeek-V3.2 (arXiv 2512.02556): the target is the sum of attention's
+    As in the report of DeepSeek-V3.2 (arXiv 2512.02556): the target is the sum of attention's
     probabilities over heads, divided by its sum over keys, and the divergence is
     ``sum_s target_s * (log target_s - log_softmax(scores)_s)``. With ``indices`` int32 or int64 ``(T, N)``, made by
     ``indexer_topk`` and shared by all heads, both are over these keys (sparse training). Without, over all keys that
@@ -70,18 +76,44 @@ def indexer_kl(
 
     q_index, k_index and weights as there. q ``(T, Hq, Dq)``, k ``(S, Hk, Dq)`` (MLA: one kv head) and lse ``(T, Hq)``
     are those of attention, with its ``softmax_scale`` (by default ``Dq ** -0.5``) and ``softcap``; they are constants
-    here. Over ranks give ``plan.gather`` of the keys, and add up the divergences of all ranks.
+    here.
 
-    Returns ``(T,)`` in float32 (float64 for float64 inputs), 0 where lse is -inf, as of pad rows, or no key is seen;
+    With ``plan`` all tensors hold this rank's tokens (``plan.shard``), k_index and k too, and ``positions`` are those
+    of the plan by default. The call is collective over the group. With ``indices``, global positions of keys as of
+    ``attend_index``, the rows that they name are fetched; or give the ``IndexExchange`` of ``indices[:, None]``, which
+    ``attend_index`` of one kv head takes, too. Without ``indices`` all keys are gathered. Gradients of k_index go back
+    to the owners of its rows. Add up the divergences of all ranks.
+
+    Returns ``(T,)`` in float32 (float64 for float64 inputs), 0 where lse is -inf, as of pad rows, or no key is visible;
     the report's loss is its sum. Gradients of q_index, k_index and weights are computed block by block from the
     inputs, the same bits on every run. Neither pass holds T x S or T x N x D numbers, in plain PyTorch on any device.
-    Under ``torch.compile(fullgraph=True)`` it is one custom op.
+    Under ``torch.compile(fullgraph=True)`` it is one custom op; with ``plan`` it breaks the graph.
 
     ``ContractError`` for tensors that do not fit together, for lists and masks in one call, and for entries beyond the
     keys (on a GPU these are none).
     """
-    visible = indexer.make_visible(causal, positions, cu_seqlens, k_start, k_end)
-    return indexer.indexer_kl(q_index, k_index, weights, q, k, lse, indices, visible, softmax_scale, softcap)
+    masks = causal, positions, cu_seqlens, k_start, k_end
+    of = q_index, k_index, weights, q, k, lse
+    if plan is not None:
+        return _of_ranks(*of, indices, masks, softmax_scale, softcap, plan, group)
+    if isinstance(indices, IndexExchange):
+        raise ContractError("indices= are an IndexExchange, which is for the ranks of a plan; give plan=, too.")
+    return indexer.indexer_kl(*of, indices, indexer.make_visible(*masks), softmax_scale, softcap)
+
+
+@breaks_graph("how many rows of index attention travel is known at run time only")
+def _of_ranks(
+    q_index: torch.Tensor, k_index: torch.Tensor, weights: torch.Tensor, q: torch.Tensor, k: torch.Tensor,
+    lse: torch.Tensor, indices: torch.Tensor | IndexExchange | None, masks: tuple[Any, ...],
+    softmax_scale: float | None, softcap: float, plan: Plan, group: Any,
+) -> torch.Tensor:  # fmt: skip
+    check_plan(plan)
+    visible = indexer.make_visible(*masks)
+    if indices is None and visible.positions is None:
+        visible = visible._replace(positions=plan.positions(group, q.device))
+    return indexer_rows.indexer_kl(
+        q_index, k_index, weights, q, k, lse, indices, visible, softmax_scale, softcap, plan._layout(group)
+    )
 
 
 __all__ = ["indexer_kl", "indexer_topk"]

@@ -234,7 +234,7 @@ def _sum_rows(own: torch.Tensor, received: torch.Tensor, rows: torch.Tensor) -> 
     return total.to(own.dtype)
 
 
-_apply_fetch: Callable[..., tuple[torch.Tensor, ...]] = _Fetch.apply
+fetch_rows: Callable[..., tuple[torch.Tensor, ...]] = _Fetch.apply  # exchange, layout, tensors of one dtype
 
 
 def attend_index(
@@ -259,7 +259,7 @@ def attend_index(
             raise failure
     tokens, heads = k.shape[:2]
     group = q.shape[1] // heads
-    keys, *values = _apply_fetch(indices, layout, k, *([] if v is None else [v]))
+    keys, *values = fetch_rows(indices, layout, k, *([] if v is None else [v]))
     if sink is not None:  # of each kv head's own query heads, as all rows have these heads then
         sink = sink.unflatten(1, (heads, group)).transpose(0, 1)
         sink = sink.expand(tokens, *sink.shape).flatten(0, 1)

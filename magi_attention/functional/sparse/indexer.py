@@ -24,8 +24,8 @@ def indexer_topk(
     blocks: Blocks | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """``api.indexer_topk``."""
-    check_indexer(q_index, k_index, weights)
-    check_visible(visible, len(q_index), len(k_index))
+    _check_indexer(q_index, k_index, weights)
+    _check_visible(visible, len(q_index), len(k_index))
     count = as_int(k, "k", at_least=1)
     # the op has no gradient, and is to be given nothing that has one
     tensors = q_index.detach(), k_index.detach(), weights.detach()
@@ -38,7 +38,7 @@ def indexer_kl(
     blocks: Blocks = _KL_BLOCKS,
 ) -> torch.Tensor:  # fmt: skip
     """``api.indexer_kl``."""
-    check_indexer(q_index, k_index, weights)
+    _check_indexer(q_index, k_index, weights)
     check_qkv(q, k, k)
     if not isinstance(lse, torch.Tensor):
         raise ContractError(f"lse is a {type(lse).__name__}; give meta.lse, the tensor (queries, heads) of attention.")
@@ -49,9 +49,10 @@ def indexer_kl(
         )
     check_devices(q, lse=lse, q_index=q_index)
     if indices is None:
-        check_visible(visible, len(q), len(k))
+        _check_visible(visible, len(q), len(k))
     else:
-        _check_lists(indices, visible, len(q))
+        refuse_masks(visible)
+        check_lists(indices, len(q))
         indices = indices.to(q.device)
     divergence, _, _ = kl_fwd(
         q_index, k_index, weights, q.detach(), k.detach(), lse.detach(), indices, *visible,
@@ -72,7 +73,7 @@ def make_visible(
     return Visible(bool(causal), positions, cu_seqlens, k_start, k_end)
 
 
-def check_visible(visible: Visible, queries: int, keys: int) -> None:
+def _check_visible(visible: Visible, queries: int, keys: int) -> None:
     """``ContractError`` unless the tensors fit so many queries and keys."""
     starts = visible.cu_seqlens
     if starts is not None and (starts.dim() != 1 or len(starts) < 2 or starts.dtype not in _INTEGERS):
@@ -92,7 +93,7 @@ def check_visible(visible: Visible, queries: int, keys: int) -> None:
         )
 
 
-def check_indexer(q_index: torch.Tensor, k_index: torch.Tensor, weights: torch.Tensor) -> None:
+def _check_indexer(q_index: torch.Tensor, k_index: torch.Tensor, weights: torch.Tensor) -> None:
     """``ContractError`` unless these are (T, H, D), (S, D) and (T, H), floating and on one device."""
     for name, x, dims in (("q_index", q_index, 3), ("k_index", k_index, 2), ("weights", weights, 2)):
         refuse_dtensor(name, x)
@@ -109,13 +110,16 @@ def check_indexer(q_index: torch.Tensor, k_index: torch.Tensor, weights: torch.T
     check_devices(q_index, k_index=k_index, weights=weights)
 
 
-def _check_lists(indices: torch.Tensor, visible: Visible, queries: int) -> None:
+def refuse_masks(visible: Visible) -> None:
+    """``ContractError`` where lists of keys are given and ``visible`` says something, too."""
     if any(x is not None for x in visible[1:]):
         raise ContractError("indices= say which keys a query has; leave out positions, cu_seqlens, k_start and k_end.")
+
+
+def check_lists(indices: torch.Tensor, queries: int) -> None:
+    """``ContractError`` unless these are integers (queries, keys)."""
     if not _is_integers(indices) or indices.dim() != 2 or len(indices) != queries:
-        raise ContractError(
-            f"indices are {_form(indices)}; give an int32 or int64 tensor ({queries} queries, keys)."
-        )
+        raise ContractError(f"indices are {_form(indices)}; give an int32 or int64 tensor ({queries} queries, keys).")
 
 
 def _is_integers(x: object) -> bool:
@@ -126,4 +130,4 @@ def _form(x: object) -> str:
     return f"{x.dtype} {tuple(x.shape)}" if isinstance(x, torch.Tensor) else f"a {type(x).__name__}"
 
 
-__all__ = ["check_indexer", "check_visible", "indexer_kl", "indexer_topk", "make_visible"]
+__all__ = ["check_lists", "indexer_kl", "indexer_topk", "make_visible", "refuse_masks"]
