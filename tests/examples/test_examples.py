@@ -16,7 +16,8 @@ from magi_attention.cli import main
 from magi_attention.testing.waiting import DEADLINE_S
 
 ROOT = Path(__file__).resolve().parents[2]
-ARGUMENTS = {"03_context_parallel": ["2"], "04_plans_ahead": ["2"]}  # ranks, each of which imports torch
+RANKS = ["2"]  # each of which imports torch
+ARGUMENTS = {"03_context_parallel": RANKS, "04_plans_ahead": RANKS, "05_sparse_attention": RANKS}
 EXAMPLES = sorted((ROOT / "examples").glob("[0-9]*.py"))
 
 
