@@ -15,7 +15,7 @@ from magi_attention.api.functools import (
 )
 from magi_attention.api.gradients import set_gradient_sum, sum_gradients
 from magi_attention.api.index_attn import IndexExchange, attend_index, prepare_index_exchange
-from magi_attention.api.indexer import indexer_kl, indexer_topk
+from magi_attention.api.indexer import indexer_kl, indexer_topk, indexer_topk_blocks
 from magi_attention.api.key import DistAttnRuntimeKey, init_dist_attn_runtime_key
 from magi_attention.api.magi_attn_interface import (
     DistAttnRuntimeDictManager,
@@ -118,6 +118,7 @@ __all__ = [
     "index_attn_func",
     "indexer_kl",
     "indexer_topk",
+    "indexer_topk_blocks",
     "infer_attn_mask_from_cu_seqlens",
     "infer_attn_mask_from_sliding_window",
     "infer_varlen_mask_from_batch",

@@ -13,6 +13,7 @@ from magi_attention.common.forward_meta import AttnForwardMeta
 from magi_attention.env import general
 from magi_attention.functional.sparse import index_rows
 from magi_attention.functional.sparse.index_rows import IndexExchange
+from magi_attention.kernels.index_attn import PreparedIndices
 
 _eager = breaks_graph("how many rows index attention fetches is known at run time only")
 
@@ -22,7 +23,7 @@ def attend_index(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor | None,
-    indices: torch.Tensor | IndexExchange,
+    indices: torch.Tensor | PreparedIndices | IndexExchange,
     plan: Plan,
     group: Any = None,
     *,
@@ -40,8 +41,9 @@ def attend_index(
 
     ``indices`` is int32 or int64 ``(T, Hk, N)``, made on each rank for its own queries: global positions of keys, which
     may be anywhere, in any order; negative entries are none and a key that is there twice counts once, as of
-    ``index_attn_func``. Only what is listed is seen: the plan's mask plays no part, its dispatch does. Lists of pad
-    rows are taken as empty.
+    ``index_attn_func``. Or lists of blocks, as ``indexer_topk_blocks`` and ``prepare_indices`` (of ``T`` lists) make
+    them. Only what is listed is seen: the plan's mask plays no part, its dispatch does. Lists of pad rows are taken as
+    empty.
 
     Only rows of k and v (one kv head of one token each) that this rank's lists name are fetched, each once; gradients
     of fetched rows go back to their owners, which add them in rank order: equal bits on every run. ``max_rows`` bounds
@@ -69,7 +71,7 @@ def attend_index(
 
 @_eager
 def prepare_index_exchange(
-    indices: torch.Tensor, plan: Plan, group: Any = None, *, max_rows: int | None = None
+    indices: torch.Tensor | PreparedIndices, plan: Plan, group: Any = None, *, max_rows: int | None = None
 ) -> IndexExchange:
     """Finds out, once for all layers that share them, which rows the lists of ``attend_index`` fetch from whom.
 

@@ -12,6 +12,7 @@ from magi_attention.api.index_attn import IndexExchange
 from magi_attention.api.plan import Plan, check_plan
 from magi_attention.errors import ContractError
 from magi_attention.functional.sparse import indexer, indexer_rows
+from magi_attention.kernels.index_attn import PreparedIndices
 
 
 def indexer_topk(
@@ -45,6 +46,40 @@ def indexer_topk(
     """
     visible = indexer.make_visible(causal, positions, cu_seqlens, k_start, k_end)
     return indexer.indexer_topk(q_index, k_index, weights, k, visible)
+
+
+def indexer_topk_blocks(
+    q_index: torch.Tensor,
+    k_index: torch.Tensor,
+    weights: torch.Tensor | None,
+    k: int,
+    k_block_size: int,
+    *,
+    local_blocks: int = 0,
+    causal: bool = True,
+    positions: torch.Tensor | None = None,
+    cu_seqlens: Any = None,
+    k_start: torch.Tensor | None = None,
+    k_end: torch.Tensor | None = None,
+) -> PreparedIndices:
+    """The ``k`` blocks of keys that hold the highest scores of a query, for ``index_attn_func`` and ``attend_index``.
+
+    Without weights each index head chooses for a kv head of attention, by ``q_index[t, h] . k_index[s]`` (MSA); give as
+    many index heads as attention has kv heads. With weights ``(T, H)`` all index heads choose together, by the score of
+    ``indexer_topk``, for attention with one kv head. A block counts as its best key that the query sees. The last
+    ``local_blocks`` blocks that it sees, ``k`` or fewer, are chosen first: with ``causal`` its own and those before it.
+
+    Blocks of ``k_block_size`` keys are counted from the first key that a query sees, so documents choose as if alone.
+    Arguments after the star, order of equal scores and memory are as of ``indexer_topk``; further memory is 64 queries
+    by the number of blocks. No gradient goes through it. Under ``torch.compile(fullgraph=True)`` it is one custom op.
+
+    Returns lists of blocks, ``rows`` int32 ``(T, lists, k)``, by which a query sees those keys of a block that its
+    masks let it see.
+
+    ``ContractError`` as of ``indexer_topk``.
+    """
+    visible = indexer.make_visible(causal, positions, cu_seqlens, k_start, k_end)
+    return indexer.indexer_topk_blocks(q_index, k_index, weights, k, k_block_size, local_blocks, visible)
 
 
 def indexer_kl(
@@ -116,4 +151,4 @@ def _of_ranks(
     )
 
 
-__all__ = ["indexer_kl", "indexer_topk"]
+__all__ = ["indexer_kl", "indexer_topk", "indexer_topk_blocks"]

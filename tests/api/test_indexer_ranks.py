@@ -12,8 +12,10 @@ from magi_attention.api import (
     Mask,
     attend,
     attend_index,
+    index_attn_func,
     indexer_kl,
     indexer_topk,
+    indexer_topk_blocks,
     make_plan,
     prepare_index_exchange,
 )
@@ -109,6 +111,37 @@ def test_some_ranks_hold_nothing_but_pads(seed, index_dtype):
         for got, divergence, grads in zip(results, want, want_grads):
             for a, b in zip(got, (divergence, *grads)):
                 torch.testing.assert_close(a, b, atol=within, rtol=within)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_blocks_over_ranks_are_those_of_one_process(seed):
+    """Each of two kv heads attends to blocks that an index head of its own chose."""
+    print("seed", seed)
+    gen = torch.Generator().manual_seed(seed)
+    total, world = 20 + 9 * seed, 2 + seed
+    cu_seqlens = [0, int(torch.randint(1, total, (), generator=gen)), total]
+    plan = make_plan(Mask.varlen(cu_seqlens, causal=True), world)
+    of = [torch.randn(total, *s, generator=gen, dtype=torch.float64) for s in ((2, 4), (4,), (4, 6), (2, 6), (2, 5))]
+    options = {"local_blocks": 1, "cu_seqlens": cu_seqlens}
+    lists = indexer_topk_blocks(of[0], of[1], None, 3, 4, **options)
+    leaves = [x.requires_grad_() for x in of[2:]]
+    want, _ = index_attn_func(*leaves, lists)
+    wanted = torch.autograd.grad(want.square().sum(), leaves)
+
+    def rank(transport):
+        q_index, _, *local = (plan.shard(x.detach(), transport) for x in of)
+        at = plan.positions(transport)
+        mine = indexer_topk_blocks(q_index, of[1], None, 3, 4, positions=at, **options)
+        assert torch.equal(plan.gather(mine.rows, transport), lists.rows)
+        mine_leaves = [x.requires_grad_() for x in local]
+        out, _ = attend_index(*mine_leaves, mine, plan, transport)
+        is_real = torch.from_numpy(plan.position_array(transport.rank)) < total
+        grads = torch.autograd.grad(out[is_real].square().sum(), mine_leaves)
+        return [plan.gather(x.detach(), transport) for x in (out, *grads)]
+
+    for results in FakeWorld(world).run(rank):
+        for a, b in zip(results, (want, *wanted)):
+            torch.testing.assert_close(a, b, atol=1e-11, rtol=1e-11)
 
 
 def test_what_is_refused_with_a_plan():

@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from magi_attention.api import index_attn_func, indexer_kl, indexer_topk
+from magi_attention.api import index_attn_func, indexer_kl, indexer_topk, indexer_topk_blocks
 from magi_attention.errors import ContractError, UnsupportedError
 from magi_attention.functional.sparse import indexer
 from magi_attention.kernels.indexer import Blocks, Visible
-from magi_attention.kernels.indexer.custom_ops import kl_bwd, kl_fwd, topk_op
+from magi_attention.kernels.indexer.custom_ops import kl_bwd, kl_fwd, topk_blocks_op, topk_op
 
 F64 = torch.float64
 NEG_INF = float("-inf")
@@ -76,6 +76,46 @@ def test_best_keys_are_those_of_a_stable_sort(queries, keys, heads, k, rows, blo
     got = indexer.indexer_topk(*tensors, k, visible_of(masks), Blocks(rows, block))
     assert got.dtype == torch.int32 and torch.equal(got, want)
     assert torch.equal(indexer_topk(*(x.double() for x in tensors), k, **masks), want)
+
+
+@settings(max_examples=60, deadline=None, print_blob=True)
+@given(
+    queries=st.integers(0, 12),
+    keys=st.integers(1, 30),
+    k=st.integers(1, 9),
+    size=st.integers(1, 7),
+    local=st.integers(0, 3),
+    has_weights=st.booleans(),
+    rows=st.integers(1, 7),
+    block=st.integers(1, 11),
+    seed=st.integers(0, 10**6),
+)
+def test_best_blocks_are_those_of_a_stable_sort(queries, keys, k, size, local, has_weights, rows, block, seed):
+    gen = torch.Generator().manual_seed(seed)
+    shapes = (queries, 3, 2), (keys, 2), (queries, 3)
+    q_index, k_index, weights = (torch.randint(-2, 3, s, generator=gen).float() for s in shapes)
+    masks, matrix = draw_masks(queries, keys, gen)
+    if has_weights:
+        scores = all_scores(q_index, k_index, weights)[:, None]
+    else:
+        weights, scores = None, torch.einsum("thd,sd->ths", q_index, k_index)
+    of, local = (q_index, k_index, weights, k, size), min(local, k)
+    lists = indexer.indexer_topk_blocks(*of, local, visible_of(masks), Blocks(rows, block))
+    want = torch.full((queries, scores.shape[1], k), -1, dtype=torch.int32)
+    sees = torch.zeros(queries, scores.shape[1], keys, dtype=torch.bool)  # all keys of these blocks
+    for t in range(queries):
+        numbers = matrix[t].nonzero()[:, 0].tolist()  # one range of keys
+        parts = [numbers[i : i + size] for i in range(0, len(numbers), size)]
+        for head, row in enumerate(scores[t]):
+            order = [(b < len(parts) - local, -max(float(row[s]) for s in part), b) for b, part in enumerate(parts)]
+            best = [b for _, _, b in sorted(order)[:k]]
+            want[t, head, : len(best)] = torch.tensor(sorted(best), dtype=torch.int32)
+            sees[t, head, sum((parts[b] for b in best), [])] = True
+    assert torch.equal(lists.rows, want) and torch.equal(lists.counts, (want >= 0).sum(2))
+    q, kv = torch.randn(queries, sees.shape[1], 4, generator=gen), torch.randn(keys, sees.shape[1], 4, generator=gen)
+    probabilities = torch.einsum("thd,shd->ths", q, kv).masked_fill(~sees, NEG_INF).softmax(2).nan_to_num()
+    out, _ = index_attn_func(q, kv, kv, lists, softmax_scale=1.0)
+    torch.testing.assert_close(out, torch.einsum("ths,shd->thd", probabilities, kv))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -228,7 +268,7 @@ def draw_documents():
     return tensors, {"cu_seqlens": cu_seqlens, "positions": torch.arange(12, dtype=torch.int32)}, gen
 
 
-def test_compiled_whole_it_is_three_ops():
+def test_compiled_whole_each_call_is_an_op():
     tensors, masks, _ = draw_documents()
     leaves = [x.requires_grad_() for x in tensors[:3]]
 
@@ -236,7 +276,8 @@ def test_compiled_whole_it_is_three_ops():
         lists = indexer_topk(q_index, k_index, weights, 4, **masks)
         sparse = indexer_kl(q_index, k_index, weights, q, k, lse, lists)
         dense = indexer_kl(q_index, k_index, weights, q, k, lse, cu_seqlens=[0, 5, 12])
-        return sparse + 2 * dense, lists
+        blocks = indexer_topk_blocks(q_index, k_index, weights, 2, 3, **masks)
+        return sparse + 2 * dense, torch.cat((lists, blocks.rows[:, 0]), 1)
 
     lse = torch.full((12, 2), 2.0)
     want, lists = layer(*tensors, lse)
@@ -250,7 +291,7 @@ def test_compiled_whole_it_is_three_ops():
     torch._dynamo.reset()
     assert torch.equal(torch.compile(layer, fullgraph=True, backend=backend)(*tensors, lse)[1], lists)
     names = [str(node.target) for node in graphs[0].graph.nodes if "magi_attention" in str(node.target)]
-    assert names == [f"magi_attention.indexer_{name}.default" for name in ("topk", "kl_fwd", "kl_fwd")]
+    assert names == [f"magi_attention.indexer_{name}.default" for name in ("topk", "kl_fwd", "kl_fwd", "topk_blocks")]
     for dynamic in (False, True):
         torch._dynamo.reset()
         out, chosen = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=dynamic)(*tensors, lse)
@@ -265,6 +306,9 @@ def test_ops_are_registered_soundly(is_sparse):
     visible = visible_of({"causal": True, **masks})
     of = [x.detach() for x in tensors[:3]]
     torch.library.opcheck(topk_op, (*of, 4, *visible, 5, 8), test_utils=("test_schema", "test_faketensor"))
+    weights = of[2] if is_sparse else None
+    by_blocks = of[0], of[1], weights, 2, 3, 1, *visible, 5, 8
+    torch.library.opcheck(topk_blocks_op, by_blocks, test_utils=("test_schema", "test_faketensor"))
     lists = torch.randint(-2, 12, (12, 4), generator=gen) if is_sparse else None
     rest = *tensors[3:], torch.full((12, 2), 2.0), lists, *visible, 0.5, 0.0, 5, 8
     torch.library.opcheck(kl_fwd, (*[x.requires_grad_() for x in tensors[:3]], *rest))
@@ -279,6 +323,10 @@ def test_what_is_refused():
     of, lse, lists = (q_index, k_index, weights), torch.zeros(5, 2), torch.zeros(5, 2, dtype=torch.int64)
     for call, words in (
         (lambda: indexer_topk(*of, 3), "5 queries for 8 keys.*give positions="),
+        (lambda: indexer_topk(q_index, k_index, None, 3), "weights is a NoneType; give floating"),
+        (lambda: indexer_topk_blocks(*of, 3, 2, local_blocks=4, causal=False), "local_blocks is 4 and k is 3"),
+        (lambda: indexer_topk_blocks(*of, 3, 0, causal=False), "k_block_size is 0"),
+        (lambda: indexer_topk_blocks(q_index, k_index[:, :2], None, 3, 2), "need one index dim"),
         (lambda: indexer_topk(*of, 0, causal=False), "k is 0; give an integer of at least 1"),
         (lambda: indexer_topk(q_index[0], k_index, weights, 3), "q_index is .*give floating tensors"),
         (lambda: indexer_topk(q_index, k_index, weights[:, :2], 3), "each index head needs a weight"),
@@ -287,7 +335,7 @@ def test_what_is_refused():
         (lambda: indexer_topk(*of, 3, cu_seqlens=[0, 7], positions=lists[:, 0]), "ascend from 0 to the 8 keys"),
         (lambda: indexer_topk(*of, 3, cu_seqlens=[0, 5.0], causal=False), "cu_seqlens is 5.0 .*give an integer"),
         (lambda: indexer_topk(*of, 3, cu_seqlens=8, positions=lists[:, 0]), "cu_seqlens is 8; give integers"),
-        (lambda: indexer_topk(*of, 3, cu_seqlens=torch.zeros(2), positions=lists[:, 0]), "cu_seqlens is torch.float32"),
+        (lambda: indexer_topk(*of, 3, cu_seqlens=torch.zeros(2), causal=False), "cu_seqlens is torch.float32"),
         (lambda: indexer_kl(*of, q, k, lse[:, :1], lists), r"lse is \(queries, heads\)"),
         (lambda: indexer_kl(*of, q, k, None, lists), "lse is a NoneType; give meta.lse"),
         (lambda: indexer_kl(*of, q, k, lse, lists + 8), "name key 8, but there are only 8"),

@@ -58,10 +58,13 @@ class IndexExchange:
 
 
 def make_exchange(
-    indices: torch.Tensor, layout: TokenLayout, max_rows: int | None = None, failure: ContractError | None = None
-) -> IndexExchange:
+    indices: torch.Tensor | PreparedIndices, layout: TokenLayout, max_rows: int | None = None,
+    failure: ContractError | None = None,
+) -> IndexExchange:  # fmt: skip
     """``prepare_index_exchange`` by the layout of a plan. What is wrong on one rank, here or before (``failure``), is
     told to all with the numbers of rows, so that all raise alike and the group goes on."""
+    if isinstance(indices, PreparedIndices):
+        indices = _keys_of(indices)
     world, me = layout.transport.size, layout.rank
     with layout.exchange(_tensor_of(indices), "index attention, lists of keys"):
         wanted = None
@@ -88,6 +91,18 @@ def make_exchange(
         rows = torch.where(items < 0, -1, torch.where(wanted.is_own, items - starts[me], fetched))
         lists = prepare_indices(rows.flatten(0, 1)[:, None], own_rows + sum(got))
     return IndexExchange(lists, heads, requests, sent, got)
+
+
+def _keys_of(lists: PreparedIndices) -> torch.Tensor:
+    """The keys of prepared lists, (queries, kv heads, keys): those of blocks one by one, and -1 for none."""
+    if lists.is_plain and lists.q_block_size == 1:
+        return lists.rows
+    size, rows = lists.k_block_size, lists.rows.repeat_interleave(lists.q_block_size, 0)
+    start = 0 if lists.k_start is None else lists.k_start.repeat_interleave(lists.q_block_size)[:, None, None, None]
+    stop = lists.total_k if lists.k_end is None else lists.k_end.repeat_interleave(lists.q_block_size)[:, None, None]
+    keys = (start + rows[..., None] * size + torch.arange(size, device=rows.device)).flatten(2)
+    is_none = (rows < 0).repeat_interleave(size, 2)
+    return keys.masked_fill(is_none | (keys >= stop), -1)
 
 
 @dataclass(frozen=True)
@@ -238,12 +253,14 @@ fetch_rows: Callable[..., tuple[torch.Tensor, ...]] = _Fetch.apply  # exchange, 
 
 
 def attend_index(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None, indices: torch.Tensor | IndexExchange,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None, indices: torch.Tensor | PreparedIndices | IndexExchange,
     layout: TokenLayout, *, head_dim_v: int | None, sink: torch.Tensor | None, softmax_scale: float | None,
     softcap: float, deterministic: bool, max_rows: int | None,
 ) -> tuple[torch.Tensor, AttnForwardMeta]:  # fmt: skip
     """``api.attend_index`` by the layout of a plan."""
     failure, width = None, 0
+    if isinstance(indices, PreparedIndices):
+        indices = _keys_of(indices)
     try:
         q, k, v = cast_operands(q, k, v)
         width = width_of_values(k, v, head_dim_v)

@@ -10,13 +10,14 @@ import torch
 from magi_attention.common.scalars import as_float, as_int
 from magi_attention.errors import ContractError
 from magi_attention.functional.inputs import check_devices, check_qkv, refuse_dtensor
+from magi_attention.kernels.index_attn import PreparedIndices
 from magi_attention.kernels.indexer import Blocks, Visible
-from magi_attention.kernels.indexer.custom_ops import kl_fwd, topk_op
+from magi_attention.kernels.indexer.custom_ops import kl_fwd, topk_blocks_op, topk_op
 from magi_attention.kernels.reference.operands import FLOAT_DTYPES
 from magi_attention.kernels.types import as_scale
 
 _INTEGERS = (torch.int32, torch.int64)
-_KL_BLOCKS = Blocks(32, 512)
+_TOPK_BLOCKS, _KL_BLOCKS = Blocks(64, 1024), Blocks(32, 512)
 
 
 def indexer_topk(
@@ -29,7 +30,23 @@ def indexer_topk(
     count = as_int(k, "k", at_least=1)
     # the op has no gradient, and is to be given nothing that has one
     tensors = q_index.detach(), k_index.detach(), weights.detach()
-    return topk_op(*tensors, count, *visible, *(blocks or Blocks(64, max(1024, count))))
+    return topk_op(*tensors, count, *visible, *(blocks or Blocks(_TOPK_BLOCKS.rows, max(_TOPK_BLOCKS.keys, count))))
+
+
+def indexer_topk_blocks(
+    q_index: torch.Tensor, k_index: torch.Tensor, weights: torch.Tensor | None, k: int, k_block_size: int,
+    local_blocks: int, visible: Visible, blocks: Blocks = _TOPK_BLOCKS,
+) -> PreparedIndices:  # fmt: skip
+    """``api.indexer_topk_blocks``."""
+    _check_indexer(q_index, k_index, *([] if weights is None else [weights]))
+    _check_visible(visible, len(q_index), len(k_index))
+    count, size = as_int(k, "k", at_least=1), as_int(k_block_size, "k_block_size", at_least=1)
+    tensors = q_index.detach(), k_index.detach(), None if weights is None else weights.detach()
+    local = as_int(local_blocks, "local_blocks", at_least=0)
+    if local > count:
+        raise ContractError(f"local_blocks is {local} and k is {count}, which counts these, too; give a k of {local}.")
+    rows, counts, k_start, k_end = topk_blocks_op(*tensors, count, size, local, *visible, *blocks)
+    return PreparedIndices(rows, counts, len(k_index), size, k_start, k_end)
 
 
 def indexer_kl(
@@ -93,21 +110,22 @@ def _check_visible(visible: Visible, queries: int, keys: int) -> None:
         )
 
 
-def _check_indexer(q_index: torch.Tensor, k_index: torch.Tensor, weights: torch.Tensor) -> None:
-    """``ContractError`` unless these are (T, H, D), (S, D) and (T, H), floating and on one device."""
-    for name, x, dims in (("q_index", q_index, 3), ("k_index", k_index, 2), ("weights", weights, 2)):
+def _check_indexer(q_index: torch.Tensor, k_index: torch.Tensor, *weights: torch.Tensor) -> None:
+    """``ContractError`` unless these are (T, H, D), (S, D) and (T, H) if given, floating and on one device."""
+    given = list(zip(("q_index", "k_index", "weights"), (q_index, k_index, *weights), (3, 2, 2)))
+    for name, x, dims in given:
         refuse_dtensor(name, x)
         if not isinstance(x, torch.Tensor) or x.dim() != dims or x.dtype not in FLOAT_DTYPES:
             raise ContractError(
                 f"{name} is {_form(x)}; give floating tensors q_index (queries, index heads, index dim), k_index "
                 "(keys, index dim) and weights (queries, index heads)."
             )
-    shapes = f"q_index {tuple(q_index.shape)}, k_index {tuple(k_index.shape)}, weights {tuple(weights.shape)}"
-    if q_index.shape[2] != k_index.shape[1] or q_index.shape[:2] != weights.shape:
+    if q_index.shape[2] != k_index.shape[1] or any(q_index.shape[:2] != x.shape for x in weights):
+        shapes = ", ".join([f"{name} {tuple(x.shape)}" for name, x, _ in given])
         raise ContractError(f"{shapes}: q_index and k_index need one index dim, and each index head needs a weight.")
     if q_index.dtype != k_index.dtype:
         raise ContractError(f"q_index is {q_index.dtype} and k_index {k_index.dtype}; cast both to one dtype.")
-    check_devices(q_index, k_index=k_index, weights=weights)
+    check_devices(q_index, k_index=k_index, **{name: x for name, x, _ in given[2:]})
 
 
 def refuse_masks(visible: Visible) -> None:
@@ -130,4 +148,5 @@ def _form(x: object) -> str:
     return f"{x.dtype} {tuple(x.shape)}" if isinstance(x, torch.Tensor) else f"a {type(x).__name__}"
 
 
-__all__ = ["check_lists", "indexer_kl", "indexer_topk", "make_visible", "refuse_masks"]
+__all__ = ["check_lists", "indexer_kl", "indexer_topk"]
+__all__ += ["indexer_topk_blocks", "make_visible", "refuse_masks"]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The indexer as torch custom ops, so that ``torch.compile(fullgraph=True)`` sees opaque nodes.
 
-``magi_attention::indexer_topk`` has no gradient. ``magi_attention::indexer_kl_fwd`` has those of q_index, k_index and
-weights; to it q, k and lse are constants. Callers have checked shapes and dtypes. What asks for a look at values
-(document starts, entries of lists) is checked here, where there are values.
+``magi_attention::indexer_topk`` and ``indexer_topk_blocks`` have no gradient. ``magi_attention::indexer_kl_fwd`` has
+those of q_index, k_index and weights; to it q, k and lse are constants. Callers have checked shapes and dtypes. What
+asks for a look at values (document starts, entries of lists) is checked here, where there are values.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from magi_attention.errors import ContractError
 from magi_attention.kernels.double_backward import refuse_double_backward
 from magi_attention.kernels.indexer.kl import Problem, kl_backward, kl_forward
-from magi_attention.kernels.indexer.topk import best_keys
+from magi_attention.kernels.indexer.topk import best_blocks, best_keys
 from magi_attention.kernels.indexer.visible import Blocks, Visible
 from magi_attention.kernels.types import accumulation_dtype
 
@@ -47,6 +47,36 @@ def _(
     cu_seqlens: Maybe, k_start: Maybe, k_end: Maybe, block_rows: int, block_keys: int,
 ) -> torch.Tensor:  # fmt: skip
     return q_index.new_empty((q_index.shape[0], k), dtype=torch.int32)
+
+
+@torch.library.custom_op(
+    "magi_attention::indexer_topk_blocks", mutates_args=(),
+    schema=(
+        "(Tensor q_index, Tensor k_index, Tensor? weights, SymInt k, SymInt block_size, SymInt local_blocks, "
+        f"{_VISIBLE}, {_BLOCKS}) -> (Tensor, Tensor, Tensor, Tensor)"
+    ),
+)  # fmt: skip
+def topk_blocks_op(
+    q_index: torch.Tensor, k_index: torch.Tensor, weights: Maybe, k: int, block_size: int, local_blocks: int,
+    causal: bool, positions: Maybe, cu_seqlens: Maybe, k_start: Maybe, k_end: Maybe, block_rows: int, block_keys: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """``(rows, counts, k_start, k_end)`` of ``PreparedIndices``."""
+    visible = Visible(causal, positions, cu_seqlens, k_start, k_end)
+    bounds = visible.bounds(len(q_index), len(k_index), q_index.device)
+    bounds = torch.stack((bounds[:, 0].clamp(min=0), bounds[:, 1].clamp(max=len(k_index))), 1)
+    with torch.autocast(q_index.device.type, enabled=False):
+        blocks = Blocks(block_rows, block_keys)
+        best = best_blocks(q_index, k_index, weights, bounds, k, block_size, local_blocks, blocks)
+    return best, (best >= 0).sum(2, dtype=torch.int32), bounds[:, 0].clone(), bounds[:, 1].clone()
+
+
+@topk_blocks_op.register_fake
+def _(
+    q_index: torch.Tensor, k_index: torch.Tensor, weights: Maybe, k: int, *_: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    shape = q_index.shape[0], q_index.shape[1] if weights is None else 1
+    rows, counts = q_index.new_empty((*shape, k), dtype=torch.int32), q_index.new_empty(shape, dtype=torch.int32)
+    return rows, counts, *(q_index.new_empty(shape[:1], dtype=torch.int64) for _ in range(2))  # type: ignore[return-value]
 
 
 def _problem(

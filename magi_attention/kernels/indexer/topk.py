@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scores of an indexer, and the keys that have the highest."""
+"""Scores of an indexer, and the keys, or the blocks of keys, that have the highest."""
 
 from __future__ import annotations
 
@@ -34,6 +34,41 @@ def best_keys(
     return best
 
 
+def best_blocks(
+    q_index: torch.Tensor, k_index: torch.Tensor, weights: torch.Tensor | None, bounds: torch.Tensor, k: int,
+    block_size: int, local_blocks: int, blocks: Blocks,
+) -> torch.Tensor:  # fmt: skip
+    """int32 (T, lists, k): blocks of ``block_size`` keys with the highest scores, ascending, then -1.
+
+    Blocks are counted from the first key within ``bounds``. A block has the score of its best key there; the last
+    ``local_blocks`` of a query come before all others. With weights there is one list, else one for each head.
+    """
+    lists = q_index.shape[1] if weights is None else 1
+    best = torch.full((len(q_index), lists, k), -1, dtype=torch.int32, device=q_index.device)
+    num_blocks = ((bounds[:, 1] - bounds[:, 0]).clamp(min=0) + block_size - 1) // block_size
+    for rows, low, high in row_blocks(bounds, blocks.rows):
+        own, first = num_blocks[rows, None], bounds[rows, :1]
+        count = int(own.max())
+        shape = len(own), lists, count
+        values = torch.full(shape, _NEG_INF, dtype=accumulation_dtype(q_index.dtype), device=best.device)
+        for start in range(low, high if count else low, blocks.keys):
+            stop = min(start + blocks.keys, high)
+            is_visible, number = visible_keys(bounds[rows], start, stop)
+            if weights is None:
+                scores = _dots(q_index[rows], k_index[start:stop])
+            else:
+                scores = _scores(q_index[rows], k_index[start:stop], weights[rows])[:, None]
+            scores = scores.masked_fill(~is_visible[:, None], _NEG_INF)
+            place = ((number - first) // block_size).clamp(0, count - 1)[:, None].expand_as(scores)
+            values.scatter_reduce_(2, place, scores, "amax")
+        block = torch.arange(count, device=best.device)
+        is_local = (block < own) & (block >= own - local_blocks)
+        values, order = values.masked_fill_(is_local[:, None], -_NEG_INF).sort(dim=2, descending=True, stable=True)
+        chosen = torch.where(values[..., :k] > _NEG_INF, order[..., :k], -1).int()
+        best[rows, :, : chosen.shape[2]] = _ascending(chosen)
+    return best
+
+
 def _ascending(numbers: torch.Tensor) -> torch.Tensor:
     """Sorted along the last dimension, with -1 behind all others."""
     ordered = torch.where(numbers < 0, _NONE, numbers).sort(-1).values
@@ -53,4 +88,10 @@ def _scores(q_index: torch.Tensor, k_index: torch.Tensor, weights: torch.Tensor)
     return total
 
 
-__all__ = ["best_keys"]
+def _dots(q_index: torch.Tensor, k_index: torch.Tensor) -> torch.Tensor:
+    """(rows, heads, keys), as ``_scores`` has them."""
+    dots = torch.einsum("rhd,kd->rhk", q_index.double(), k_index.double())
+    return dots.to(accumulation_dtype(q_index.dtype))
+
+
+__all__ = ["best_blocks", "best_keys"]
