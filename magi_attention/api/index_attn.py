@@ -33,6 +33,7 @@ def attend_index(
     softcap: float = 0.0,
     deterministic: bool | None = None,
     max_rows: int | None = None,
+    is_joined: bool = False,
 ) -> tuple[torch.Tensor, AttnForwardMeta]:
     """Attention of this rank's tokens, each to a list of keys of its own, as top-k attention chooses them (DSA).
 
@@ -44,6 +45,9 @@ def attend_index(
     ``index_attn_func``. Or lists of blocks, as ``indexer_topk_blocks`` and ``prepare_indices`` (of ``T`` lists) make
     them. Only what is listed is seen: the plan's mask plays no part, its dispatch does. Lists of pad rows are taken as
     empty.
+
+    With ``is_joined`` a token has ``Hk`` keys, and all query heads see, in one softmax, those of each kind that its
+    ``Hk`` lists name: with the key of every token beside a compressed one of some tokens, as DeepSeek V4 has it.
 
     Only rows of k and v (one kv head of one token each) that this rank's lists name are fetched, each once; gradients
     of fetched rows go back to their owners, which add them in rank order: equal bits on every run. ``max_rows`` bounds
@@ -65,21 +69,22 @@ def attend_index(
         deterministic = general.is_deterministic_mode_enable()
     return index_rows.attend_index(
         q, k, v, indices, plan._layout(group), head_dim_v=head_dim_v, sink=sink, softmax_scale=softmax_scale,
-        softcap=softcap, deterministic=deterministic, max_rows=max_rows,
+        softcap=softcap, deterministic=deterministic, max_rows=max_rows, is_joined=bool(is_joined),
     )  # fmt: skip
 
 
 @_eager
 def prepare_index_exchange(
-    indices: torch.Tensor | PreparedIndices, plan: Plan, group: Any = None, *, max_rows: int | None = None
-) -> IndexExchange:
+    indices: torch.Tensor | PreparedIndices, plan: Plan, group: Any = None, *, max_rows: int | None = None,
+    is_joined: bool = False,
+) -> IndexExchange:  # fmt: skip
     """Finds out, once for all layers that share them, which rows the lists of ``attend_index`` fetch from whom.
 
-    ``indices`` and ``max_rows`` as there, ``indices`` on the device of q. Collective over the group. What comes back
-    serves any number of calls, forward and backward, with as many kv heads.
+    ``indices``, ``max_rows`` and ``is_joined`` as there, ``indices`` on the device of q. Collective over the group.
+    What comes back serves any number of calls, forward and backward, with as many kv heads.
     """
     check_plan(plan)
-    return index_rows.make_exchange(indices, plan._layout(group), max_rows)
+    return index_rows.make_exchange(indices, plan._layout(group), max_rows, is_joined=bool(is_joined))
 
 
 __all__ = ["IndexExchange", "attend_index", "prepare_index_exchange"]

@@ -91,6 +91,55 @@ def test_over_ranks_it_is_one_softmax(total, world, chunk, uneven, heads, width,
     torch.testing.assert_close(sum(got[5] for got in results), want[5], atol=1e-11, rtol=1e-11)
 
 
+@pytest.mark.parametrize("is_prepared", [False, True])
+@pytest.mark.parametrize("seed", range(4))
+def test_joined_lists_are_one_softmax_over_keys_of_two_kinds(seed, is_prepared):
+    """As DeepSeek V4 attends: values are the keys, to a window of tokens, chosen compressed rows and a sink."""
+    print("seed", seed)
+    gen = torch.Generator().manual_seed(seed)
+    world, total, dim, heads = (1, 2, 3, 4)[seed], 17 + seed, 8, 3
+    plan = make(total, world, 3, uneven=bool(seed % 2))
+    shapes = (total, heads, dim), (total, 2, dim), (1, heads), (total, heads, dim)
+    q, kv, sink, dout = (torch.randn(shape, generator=gen, dtype=F64) for shape in shapes)
+    at = torch.arange(total)[:, None]
+    window = (at - torch.arange(4)).clamp(min=-1)
+    chosen = torch.randint(-total, total, (total, 4), generator=gen)
+    indices = torch.stack((window, chosen), 1)
+
+    leaves = [x.clone().requires_grad_() for x in (q, kv, sink)]
+    sees = torch.cat([(x[..., None] == torch.arange(total)).any(1) for x in (window, chosen)], 1)
+    keys = leaves[1].transpose(0, 1).flatten(0, 1)
+    logits = torch.einsum("thd,sd->ths", leaves[0], keys).masked_fill(~sees[:, None], NEG_INF) * 0.3
+    logits = torch.cat((logits, leaves[2].T.expand(total, heads, 1)), 2)
+    want = torch.einsum("ths,sd->thd", logits.softmax(2)[..., :-1], keys)
+    wanted = torch.autograd.grad(want, leaves, dout)
+
+    def rank(transport):
+        local = [plan.shard(x, transport).requires_grad_() for x in (q, kv)] + [sink.clone().requires_grad_()]
+        lists = plan.shard(indices, transport, -1)
+        if is_prepared:
+            lists = prepare_index_exchange(lists, plan, transport, is_joined=True)
+        out, meta = attend_index(
+            *local[:2], None, lists, plan, transport, head_dim_v=dim, sink=local[2], softmax_scale=0.3, is_joined=True
+        )
+        grads = torch.autograd.grad(out, local, plan.shard(dout, transport))
+        return [*(plan.gather(x.detach(), transport) for x in (out, meta.lse, *grads[:2])), grads[2]]
+
+    results = FakeWorld(world).run(rank)
+    for got in results:
+        for a, b in zip(got, (want, logits.logsumexp(2), *wanted[:2])):
+            torch.testing.assert_close(a, b.detach(), atol=1e-11, rtol=1e-11)
+    torch.testing.assert_close(sum(got[4] for got in results), wanted[2], atol=1e-11, rtol=1e-11)
+
+
+def test_an_exchange_says_whether_its_lists_are_joined():
+    plan = make(6, 1, 3)
+    lists, q, kv = torch.zeros(6, 2, 1, dtype=torch.int32), torch.randn(6, 2, 4), torch.randn(6, 2, 4)
+    exchange = prepare_index_exchange(lists, plan, is_joined=True)
+    with pytest.raises(ContractError, match="is_joined=True, and k is .* with is_joined=False"):
+        attend_index(q, kv, kv, exchange, plan)
+
+
 def test_each_needed_row_travels_once_and_layers_share_the_exchange():
     plan, world = make(32, 4, 2), 4
     tensors, indices = draw(32, (4, 2), 6, 11)

@@ -45,9 +45,9 @@ _FAILED = -2  # in place of max_rows
 class IndexExchange:
     """Which rows cross between ranks for some lists, as ``prepare_index_exchange`` found out.
 
-    ``lists`` are for queries (T * Hk, G heads) and the rows of this rank, (T * Hk) of them, with the fetched ones
-    behind. ``requests`` int64: rows of this rank that others fetch, ``sent_counts[r]`` of them by rank r;
-    ``got_counts[r]`` rows are fetched from rank r.
+    ``lists`` are for queries (T * Hk, G heads), where ``is_joined`` (T, Hq heads), and the rows of this rank, (T * Hk)
+    of them, with the fetched ones behind. ``requests`` int64: rows of this rank that others fetch, ``sent_counts[r]``
+    of them by rank r; ``got_counts[r]`` rows are fetched from rank r.
     """
 
     lists: PreparedIndices
@@ -55,11 +55,12 @@ class IndexExchange:
     requests: torch.Tensor
     sent_counts: tuple[int, ...]
     got_counts: tuple[int, ...]
+    is_joined: bool = False
 
 
 def make_exchange(
     indices: torch.Tensor | PreparedIndices, layout: TokenLayout, max_rows: int | None = None,
-    failure: ContractError | None = None,
+    failure: ContractError | None = None, is_joined: bool = False,
 ) -> IndexExchange:  # fmt: skip
     """``prepare_index_exchange`` by the layout of a plan. What is wrong on one rank, here or before (``failure``), is
     told to all with the numbers of rows, so that all raise alike and the group goes on."""
@@ -89,8 +90,9 @@ def make_exchange(
         layout.transport.all_to_all_v(requests, rows, sent, got).wait()
         fetched = own_rows + place[items.clamp(min=0)]
         rows = torch.where(items < 0, -1, torch.where(wanted.is_own, items - starts[me], fetched))
-        lists = prepare_indices(rows.flatten(0, 1)[:, None], own_rows + sum(got))
-    return IndexExchange(lists, heads, requests, sent, got)
+        rows = rows.flatten(1)[:, None] if is_joined else rows.flatten(0, 1)[:, None]
+        lists = prepare_indices(rows, own_rows + sum(got))
+    return IndexExchange(lists, heads, requests, sent, got, is_joined)
 
 
 def _keys_of(lists: PreparedIndices) -> torch.Tensor:
@@ -255,7 +257,7 @@ fetch_rows: Callable[..., tuple[torch.Tensor, ...]] = _Fetch.apply  # exchange, 
 def attend_index(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None, indices: torch.Tensor | PreparedIndices | IndexExchange,
     layout: TokenLayout, *, head_dim_v: int | None, sink: torch.Tensor | None, softmax_scale: float | None,
-    softcap: float, deterministic: bool, max_rows: int | None,
+    softcap: float, deterministic: bool, max_rows: int | None, is_joined: bool = False,
 ) -> tuple[torch.Tensor, AttnForwardMeta]:  # fmt: skip
     """``api.attend_index`` by the layout of a plan."""
     failure, width = None, 0
@@ -264,17 +266,18 @@ def attend_index(
     try:
         q, k, v = cast_operands(q, k, v)
         width = width_of_values(k, v, head_dim_v)
-        _check(q, k, k if v is None else v, sink, layout)
-        _check_lists(indices, k)
+        _check(q, k, k if v is None else v, sink, layout, is_joined)
+        _check_lists(indices, k, is_joined)
     except ContractError as exc:
         failure = exc
     if not isinstance(indices, IndexExchange):
         is_movable = isinstance(indices, torch.Tensor) and isinstance(q, torch.Tensor)
-        indices = make_exchange(indices.to(q.device) if is_movable else indices, layout, max_rows, failure)
+        indices = indices.to(q.device) if is_movable else indices
+        indices = make_exchange(indices, layout, max_rows, failure, is_joined)
     elif failure is not None:
         with layout.transport.guard("index attention, input check"):
             raise failure
-    tokens, heads = k.shape[:2]
+    tokens, heads = k.shape[0], 1 if is_joined else k.shape[1]
     group = q.shape[1] // heads
     keys, *values = fetch_rows(indices, layout, k, *([] if v is None else [v]))
     if sink is not None:  # of each kv head's own query heads, as all rows have these heads then
@@ -288,22 +291,27 @@ def attend_index(
     return out.view(*q.shape[:2], width), AttnForwardMeta(meta.lse.view(q.shape[:2]))  # type: ignore[union-attr]
 
 
-def _check_lists(indices: torch.Tensor | IndexExchange, k: torch.Tensor) -> None:
+def _check_lists(indices: torch.Tensor | IndexExchange, k: torch.Tensor, is_joined: bool) -> None:
     if not isinstance(indices, IndexExchange):
         check_tensor(indices, ", or what prepare_index_exchange made")
         if indices.shape[1:2] != k.shape[1:2]:
             raise ContractError(f"indices are {tuple(indices.shape)} for {k.shape[1]} kv heads; give a list for each.")
-    elif indices.lists.counts.shape[0] != k.shape[0] * k.shape[1]:
+        return
+    wanted = k.shape[0] * (1 if is_joined else k.shape[1])
+    if len(indices.lists.counts) != wanted or indices.num_heads_kv != k.shape[1] or indices.is_joined != is_joined:
         raise ContractError(
-            f"The exchange is for {indices.num_heads_kv} kv heads and {len(indices.lists.counts)} rows of this rank, k "
-            f"is {tuple(k.shape)}; prepare an exchange of these lists."
+            f"The exchange is for {indices.num_heads_kv} kv heads, {len(indices.lists.counts)} lists of this rank and "
+            f"is_joined={indices.is_joined}, and k is {tuple(k.shape)} with is_joined={is_joined}; prepare an exchange "
+            "of these lists."
         )
 
 
-def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None, layout: TokenLayout) -> None:
+def _check(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None, layout: TokenLayout, is_joined: bool
+) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         refuse_dtensor(name, x)
-    check_qkv(q, k, v)
+    check_qkv(q, *(x[:, :1] if is_joined and x.dim() == 3 and x.shape[1] else x for x in (k, v)))
     check_devices(q, sink=sink)
     if sink is not None:
         check_sink(sink, q.shape[0], q.shape[1])

@@ -30,7 +30,9 @@ def indexer_topk(
     count = as_int(k, "k", at_least=1)
     # the op has no gradient, and is to be given nothing that has one
     tensors = q_index.detach(), k_index.detach(), weights.detach()
-    return topk_op(*tensors, count, *visible, *(blocks or Blocks(_TOPK_BLOCKS.rows, max(_TOPK_BLOCKS.keys, count))))
+    blocks = blocks or Blocks(_TOPK_BLOCKS.rows, max(_TOPK_BLOCKS.keys, count))
+    lists: torch.Tensor = topk_op(*tensors, count, *visible, *blocks)
+    return lists
 
 
 def indexer_topk_blocks(
@@ -71,10 +73,10 @@ def indexer_kl(
         refuse_masks(visible)
         check_lists(indices, len(q))
         indices = indices.to(q.device)
-    divergence, _, _ = kl_fwd(
+    divergence: torch.Tensor = kl_fwd(
         q_index, k_index, weights, q.detach(), k.detach(), lse.detach(), indices, *visible,
         q.shape[2] ** -0.5 if softmax_scale is None else as_scale(softmax_scale), as_float(softcap, "softcap"), *blocks,
-    )  # fmt: skip
+    )[0]  # fmt: skip
     return divergence
 
 
