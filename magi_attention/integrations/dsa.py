@@ -73,8 +73,16 @@ class DsaConfig:
         return cls(**{f.name: getattr(config, f.name) for f in fields(cls) if f.name not in own}, **own)
 
 
-DEEPSEEK_V32 = DsaConfig(7168, 128, 1536, 512, 128, 64, 128, 64, 128, 2048, False)
-GLM_5 = DsaConfig(6144, 64, 2048, 512, 192, 64, 256, 32, 128, 2048, True)
+DEEPSEEK_V32 = DsaConfig(
+    hidden_size=7168, num_attention_heads=128, q_lora_rank=1536, kv_lora_rank=512, qk_nope_head_dim=128,
+    qk_rope_head_dim=64, v_head_dim=128, index_n_heads=64, index_head_dim=128, index_topk=2048,
+    is_index_rope_interleaved=False,
+)  # fmt: skip
+GLM_5 = DsaConfig(
+    hidden_size=6144, num_attention_heads=64, q_lora_rank=2048, kv_lora_rank=512, qk_nope_head_dim=192,
+    qk_rope_head_dim=64, v_head_dim=256, index_n_heads=32, index_head_dim=128, index_topk=2048,
+    is_index_rope_interleaved=True,
+)  # fmt: skip
 
 
 class DsaOutput(NamedTuple):

@@ -33,10 +33,10 @@ KINDS = {
 CU_SEQLENS = [0, 5, 34, 52]  # the first has fewer tokens than are chosen
 
 
-def make(kind: str, **more):
+def make(kind: str, sizes=SIZES, **more):
     """Their layer, ours of the same weights, and their rotary embedding."""
     config_class, layer_class, rotary_class = KINDS[kind]
-    config = config_class(**SIZES, **more)
+    config = config_class(**sizes, **more)
     config._attn_implementation = "eager"
     torch.manual_seed(0)
     theirs, rotary = layer_class(config, 0), rotary_class(config)
@@ -111,6 +111,23 @@ def test_packed_documents_are_as_if_alone(world, kind, more):
         total = sum(layer.get_parameter(name).grad for _, _, layer in results)
         within = 1e-5 * max(1.0, float(parameter.grad.abs().max()))
         torch.testing.assert_close(total, parameter.grad, atol=within, rtol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_published_heads(kind):
+    """64 and 128 heads with latents of 576; only what goes in and out of the layer is narrow."""
+    theirs, ours, rotary = make(kind, dict(hidden_size=64, q_lora_rank=32, index_topk=16))
+    assert ours.config.num_attention_heads == {"deepseek_v32": 128, "glm_moe_dsa": 64}[kind]
+    gen = torch.Generator().manual_seed(4)
+    print("seed 4")
+    x = torch.randn(CU_SEQLENS[-1], 64, generator=gen)
+    with torch.no_grad():
+        want, divergence = whole(theirs, rotary, x)
+        plan = make_plan(Mask.varlen(CU_SEQLENS, causal=True), 1)
+        cos, sin = rotary(x[None], plan.positions(per_document=True)[None])
+        got = ours(x, (cos[0], sin[0]), plan)
+    torch.testing.assert_close(got.out, want, atol=2e-6, rtol=1e-5)
+    torch.testing.assert_close(got.divergence.double(), divergence, atol=2e-5, rtol=1e-4)
 
 
 def test_sizes_are_those_of_the_published_models():
