@@ -8,11 +8,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from magi_attention.api import DispatchConfig, DistAttnConfig, Mask, make_plan
 from magi_attention.comm.transport.fake import FakeWorld
 from magi_attention.errors import ContractError
-from magi_attention.integrations.dsa import DsaAttention, DsaConfig
+from magi_attention.integrations.dsa import DsaAttention, DsaConfig, DsaOutput
 
 CONFIG = DsaConfig(
     hidden_size=20, num_attention_heads=3, q_lora_rank=12, kv_lora_rank=10, qk_nope_head_dim=6, qk_rope_head_dim=4,
@@ -154,6 +155,23 @@ def test_low_precision(kind):
         if stage == "dense":
             torch.testing.assert_close(got.out.float(), want.out, atol=2e-2, rtol=2e-2)
             torch.testing.assert_close(got.divergence, want.divergence, atol=2e-2, rtol=2e-2)
+
+
+def test_compiled_or_computed_twice_it_is_the_same():
+    layer, x, rotary, plan = draw()
+
+    def train(forward):
+        layer.zero_grad()
+        got = DsaOutput(*forward(x, rotary, plan))
+        (got.out.square().sum() + got.divergence.sum()).backward()
+        return [got.out.detach(), *(parameter.grad for parameter in layer.parameters())]
+
+    want = train(layer)
+    compiled = train(torch.compile(layer, backend="aot_eager"))
+    again = train(lambda *inputs: checkpoint(layer, *inputs, use_reentrant=False))
+    for other in (compiled, again):
+        for a, b in zip(other, want):
+            torch.testing.assert_close(a, b)
 
 
 def test_what_is_refused():
