@@ -229,6 +229,7 @@ def test_no_tensor_of_all_queries_and_keys(is_sparse):
     lse = torch.full((total, 1), 5.0)
     with Largest() as largest:
         lists = indexer.indexer_topk(*leaves, 60, visible, Blocks(16, 64))
+        indexer.indexer_topk_blocks(*leaves[:2], None, 5, 8, 1, visible, Blocks(16, 64))
         given = lists if is_sparse else None
         loss = indexer.indexer_kl(*leaves, *tensors[3:], lse, given, visible, None, 0.0, Blocks(8, 32))
         loss.sum().backward()
