@@ -1,58 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """The kernels that move and add rows over NVLink, compiled for the CPU: what arrives where, and in which order it is
-added, for the tables of group collectives and of attention in one launch."""
+added, for the tables of attention in one launch. Those of group collectives: ``test_symm_collective.py``."""
 
 from __future__ import annotations
 
 import ctypes
-import re
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from comm_oracle import WorldPlan, cast_rows, contributions, random_plan
-from test_symm_tables import tables_of
+from symm_library import compiled
 
 from magi_attention.common.slices import SliceTable
 from magi_attention.config import DispatchConfig, DistAttnConfig, OverlapConfig
 from magi_attention.meta.fused_layout import TILE, FusedLayout
 from magi_attention.meta.planner import build_plan
 from magi_attention.native import abi
-from magi_attention.testing.libraries import compiled_or_skip, csrc_or_skip
 from magi_attention.testing.masks import random_slices
 
-SOURCE = Path(__file__).with_name("symm_on_cpu.cpp")
 CODES = {torch.bfloat16: abi.BF16, torch.float16: abi.FP16, torch.float32: abi.FP32}
-HERE = tuple(f"comm/symm/{name}.cuh" for name in ("signal", "pipeline", "accumulate", "barrier"))
-PTX = r'asm volatile\("cp\.async\.bulk\.wait_group %0;" ::"n"\((\w+)\) : "memory"\);'
-
-
-def for_the_cpu(text: str) -> str:
-    """Without launchers, headers of CUDA and PTX: what those do is in ``symm_on_cpu.cpp``."""
-    text = text.split('extern "C"')[0]
-    text = re.sub(
-        r'#include [<"]([^>"]+)[>"]\n', lambda m: m[0] if m[1] in HERE or m[1].startswith("magi/") else "", text
-    )
-    text = re.sub(PTX, lambda m: f"bulk_wait({m[1]});", text)
-    text = text.replace("extern __shared__", "extern")
-    assert "asm" not in text
-    return text
 
 
 @pytest.fixture(scope="module")
 def library(compile_folder):
-    csrc, folder = csrc_or_skip(), compile_folder / "buffers"
-
-    def write_sources() -> None:
-        (folder / "comm" / "symm").mkdir(parents=True)
-        for file in sorted((csrc / "comm" / "symm").glob("*.cu*")):
-            (folder / "comm" / "symm" / file.name).write_text(for_the_cpu(file.read_text()))
-
-    flags = ("-O1", "-pthread", "-Wno-unknown-pragmas", "-Wno-unused-function")
-    found = compiled_or_skip(folder, [SOURCE], [folder, csrc / "include"], *flags, prepare=write_sources)
-    found.control_bytes.restype = ctypes.c_int64
-    return found
+    return compiled(compile_folder)
 
 
 def at(x: torch.Tensor | np.ndarray | None) -> int | None:
@@ -124,92 +95,6 @@ def places_of(control: int, rows: int, widths, size: int) -> list[int]:
 def draw(rng: torch.Generator, rows: int, width: int, dtype: torch.dtype, apart: bool = False) -> torch.Tensor:
     whole = torch.randn(rows, width * (1 + apart), generator=rng).to(dtype)
     return whole[:, width:] if apart else whole
-
-
-def check_cast(library, plan: WorldPlan, layouts, tables, widths, dtype, rng, ctas: int) -> None:
-    world, rows = len(plan.specs), tables[0].cast_rows
-    buffers = Buffers(library, world, max(rows, 1) * sum(widths) * dtype.itemsize)
-    data_at = places_of(buffers.control, rows, widths, dtype.itemsize)
-    for use in (1, 2):
-        sources = [[draw(rng, s.input_rows, w, dtype, use == 2) for w in widths] for s in plan.specs]
-        outputs = [[torch.full((s.output_rows, w), 7.0, dtype=dtype) for w in widths] for s in plan.specs]
-        for rank, table in enumerate(tables):
-            library.put(ctypes.byref(put_of(buffers, rank, table.cast, sources[rank], data_at, ctas)))
-        for rank, table in enumerate(tables):
-            unpack = np.ascontiguousarray(table.unpack)
-            params = fill(
-                abi.SymmUnpackParams, **buffers.common(rank), num_tensors=len(widths), num_transfers=len(unpack),
-                num_ctas=ctas, buffer=buffers.of(rank), transfers=at(unpack), data_at=data_at,
-                row_bytes=[w * dtype.itemsize for w in widths],
-                out_stride=[w * dtype.itemsize for w in widths], out=[at(x) for x in outputs[rank]],
-            )  # fmt: skip
-            library.unpack(ctypes.byref(params))
-        buffers.assert_between_uses(use)
-        for rank, layout in enumerate(layouts):
-            for t, output in enumerate(outputs[rank]):
-                output[layout.self_out.index] = sources[rank][t][layout.self_in.index]
-                wanted = cast_rows(plan, [x[t].view(torch.int16).numpy() for x in sources], rank)
-                assert torch.equal(output.view(torch.int16), torch.from_numpy(wanted.copy())), (rank, t, use)
-
-
-def check_reduce(library, plan: WorldPlan, layouts, tables, widths, dtypes, rng, ctas: int) -> None:
-    world, rows, (wire, base_dtype, out_dtype) = len(plan.specs), tables[0].reduce_rows, dtypes
-    buffers = Buffers(library, world, max(rows, 1) * sum(widths) * wire.itemsize)
-    data_at = places_of(buffers.control, rows, widths, wire.itemsize)
-    for use in (1, 2):
-        parts = [[draw(rng, s.output_rows, w, wire, use == 2) for w in widths] for s in plan.specs]
-        bases = [[draw(rng, s.input_rows, w, base_dtype) for w in widths] for s in plan.specs] if use == 2 else None
-        outs = [[torch.full((s.input_rows, w), 7.0, dtype=out_dtype) for w in widths] for s in plan.specs]
-        for rank, table in enumerate(tables):
-            library.put(ctypes.byref(put_of(buffers, rank, table.reduce, parts[rank], data_at, ctas)))
-        for rank, table in enumerate(tables):
-            own = [x.stride(0) * x.element_size() if len(x) > 1 else x.shape[1] * x.element_size() for x in parts[rank]]
-            held = [np.ascontiguousarray(x) for x in (table.src_rows, table.needed_signals, table.awaited)]
-            src_rows, needed_signals, signals = map(at, held)
-            params = fill(
-                abi.SymmRecvReduceParams, **buffers.common(rank), rows=plan.specs[rank].input_rows,
-                num_tensors=len(widths), num_ctas=ctas, wire_dtype=CODES[wire], base_dtype=CODES[base_dtype],
-                out_dtype=CODES[out_dtype], row_values=list(widths), buffer=buffers.of(rank), src_rows=src_rows,
-                needed_signals=needed_signals, signals=signals, data_at=data_at,
-                own_stride=own, own=[at(x) for x in parts[rank]], out=[at(x) for x in outs[rank]],
-                base=[None if bases is None else at(x) for x in (bases or outs)[rank]],
-            )  # fmt: skip
-            library.recv_reduce(ctypes.byref(params))
-        buffers.assert_between_uses(use)
-        for rank in range(world):
-            for t, width in enumerate(widths):
-                total = torch.zeros(plan.specs[rank].input_rows, width) if bases is None else bases[rank][t].float()
-                numbers = [np.arange(len(x[t])) for x in parts]
-                for row, terms in enumerate(contributions(plan, numbers, rank)):
-                    for sender, number in sorted(sender_and_row(plan, terms, rank, row)):
-                        total[row] += parts[sender][t][number].float()
-                assert torch.equal(outs[rank][t], total.to(out_dtype)), (rank, t, use)
-
-
-def sender_and_row(plan: WorldPlan, terms, rank: int, row: int) -> list[tuple[int, int]]:
-    """Who adds which of its rows to a row of ``rank``."""
-    found = []
-    for sender, spec in enumerate(plan.specs):
-        home = plan.routes[sender]
-        found += [(sender, i) for i in range(spec.output_rows) if tuple(home[i]) == (rank, row)]
-    assert len(found) == len(terms)
-    return found
-
-
-WIDTHS = ((8, 264), (520, 1024), (2056, 16), (16392,))  # bf16: short rows, several of a warp, and one beyond a stage
-
-
-@pytest.mark.parametrize("widths", WIDTHS, ids=str)
-@pytest.mark.parametrize("seed", range(3))
-def test_casts_and_reduces(library, seed: int, widths: tuple[int, ...]) -> None:
-    size = {8: 700, 520: 300, 2056: 40, 16392: 5}[widths[0]] // (1 + seed)  # as many rows in all with more ranks
-    plan = random_plan(seed, 2 + seed, max_splits=4, max_size=max(size, 2))
-    layouts, tables = tables_of(plan)
-    rng = torch.Generator().manual_seed(seed)
-    check_cast(library, plan, layouts, tables, widths, (torch.bfloat16, torch.float16)[seed % 2], rng, 1 + seed)
-    wire = (torch.bfloat16, torch.float32, torch.float16)[seed % 3]
-    base, out = (torch.float32, torch.bfloat16, wire)[seed % 3], (torch.bfloat16, torch.float32, wire)[seed % 3]
-    check_reduce(library, plan, layouts, tables, widths, (wire, base, out), rng, 1 + seed)
 
 
 def one_launch_parts(seed: int):
