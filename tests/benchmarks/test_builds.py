@@ -4,24 +4,17 @@
 from __future__ import annotations
 
 import gzip
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
+import builds
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-
-import builds  # noqa: E402
-from masks import make_case  # noqa: E402
-
-from magi_attention.kernels import AttnOptions, SdpaOnlineBackend  # noqa: E402
-from magi_attention.kernels.ffa import backward as ffa_backward  # noqa: E402
-from magi_attention.native import abi  # noqa: E402
-from magi_attention.native.loader import find  # noqa: E402
-from magi_attention.native.schedule import BwdSchedule  # noqa: E402
-from magi_attention.native.toolchain import FFA_SM90  # noqa: E402
+from magi_attention.kernels import SdpaOnlineBackend
+from magi_attention.kernels.ffa import backward as ffa_backward
+from magi_attention.native import abi
+from magi_attention.native.loader import find
+from magi_attention.native.toolchain import FFA_SM90
 
 
 class StandIn(SdpaOnlineBackend):
@@ -88,35 +81,6 @@ def test_each_build_is_called_and_compared_with_the_first(on_cpu, files, monkeyp
     assert len({id(mask) for mask in used}) == len(used) == 12
 
 
-def test_each_build_with_steps_of_its_own(on_cpu, files, monkeypatch, capsys):
-    made = {}
-    monkeypatch.setattr(builds, "backend_of", lambda file, folder: made.setdefault(folder.name, StandIn()))
-    monkeypatch.setattr(ffa_backward, "select_schedule", lambda *_: BwdSchedule(80, 0, first_writer=True))
-    arguments = ["--steps", "chosen,cleared,64,80", "--masks", "full", *SHORT]
-    assert builds.main([*map(str, files), *arguments]) == 0
-    header, row = (line.split() for line in capsys.readouterr().out.splitlines())
-    assert header[2:] == [n + steps for n in ("old", "new") for steps in ("", "+cleared", "+64", "+80")]
-    assert row[-1] == "0.125" and [b.steps for b in made.values()] == [[80, 80, 64, 80]] * 2
-    plain = ffa_backward.select_schedule
-    monkeypatch.setattr(
-        ffa_backward, "select_schedule", lambda *a: BwdSchedule(64, 2) if a and a[3].softcap else plain(*a)
-    )
-    shapes, slices = ((4096, 64, 128), (4096, 8, 128)), make_case("full", 4096).mask.slices
-    chosen = ffa_backward.select_schedule
-    forced = ("64", False, BwdSchedule(64, 0)), ("64", True, BwdSchedule(64, 2)), ("80", True, BwdSchedule(80, 0))
-    for steps, is_ordered, found in (*forced, ("cleared", False, BwdSchedule(80, 0)), ("chosen", False, chosen())):
-        with builds.forced_steps(steps):
-            options = AttnOptions(0.3, deterministic=is_ordered)
-            assert ffa_backward.select_schedule(*shapes, slices, options, 132) == found
-        assert ffa_backward.select_schedule is chosen
-
-
-def test_forward_of_each_build(on_cpu, files, monkeypatch, capsys):
-    monkeypatch.setattr(builds, "backend_of", lambda file, folder: StandIn())
-    assert builds.main([*map(str, files), "--direction", "forward", "--masks", "causal", *SHORT]) == 0
-    assert capsys.readouterr().out.splitlines()[1].split()[-1] == "0.500"
-
-
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize("which", ["old", "new"])
 def test_a_build_that_is_wrong_is_named_and_fails_the_run(on_cpu, files, monkeypatch, capsys, direction, which):
@@ -125,23 +89,6 @@ def test_a_build_that_is_wrong_is_named_and_fails_the_run(on_cpu, files, monkeyp
     _, reason, row = capsys.readouterr().out.splitlines()
     assert reason.startswith(f"{which} on full, 96 tokens, draw 0: wrong: relative error 0.5")
     assert row.split()[2 if which == "old" else 3] == "-"
-
-
-def test_no_mean_where_a_build_fails_on_one_draw(on_cpu, files, monkeypatch, capsys):
-    monkeypatch.setattr(builds, "backend_of", lambda file, folder: StandIn())
-    measured = builds.measure
-    calls = []
-
-    def measure(case, makers, options):
-        calls.append(case)
-        us, failed = measured(case, makers, options)
-        return ({"old": us["old"]}, {"new": "no memory"}) if len(calls) == 2 else (us, failed)
-
-    monkeypatch.setattr(builds, "measure", measure)
-    assert builds.main([*map(str, files), "--masks", "varlen_full", "--samples", "3", *SHORT]) == 1
-    _, reason, row = capsys.readouterr().out.splitlines()
-    assert reason == "new on varlen_full, 96 tokens, draw 1: no memory" and len(calls) == 3
-    assert row.split()[2] != "-" and row.split()[3] == "-"
 
 
 def test_a_build_without_the_kernel_is_refused(on_cpu, files, monkeypatch, capsys):
@@ -159,13 +106,6 @@ def test_a_build_without_the_kernel_is_refused(on_cpu, files, monkeypatch, capsy
     with pytest.raises(SystemExit):
         builds.main([*map(str, files), *SHORT])
     assert "unset it" in capsys.readouterr().err
-
-
-def test_names():
-    assert builds.names_of([Path("a/x.so"), Path("b/y.so.gz")]) == {"x": Path("a/x.so"), "y": Path("b/y.so.gz")}
-    assert list(builds.names_of([Path("a/lib.so"), Path("b/lib.so")])) == ["a", "b"]
-    with pytest.raises(SystemExit, match="rename one"):
-        builds.names_of([Path("a/lib.so"), Path("a/lib.so.gz")])
 
 
 def test_what_is_refused(files, monkeypatch, capsys):

@@ -4,19 +4,12 @@
 from __future__ import annotations
 
 import argparse
-import sys
-from pathlib import Path
 
+import masks
 import pytest
+from case_options import add_case_options, cases_of
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-
-import builds  # noqa: E402
-import kernel  # noqa: E402
-import masks  # noqa: E402
-from case_options import add_case_options, cases_of  # noqa: E402
-
-from magi_attention.common.mask import Mask  # noqa: E402
+from magi_attention.common.mask import Mask
 
 
 def parse(text: str) -> argparse.Namespace:
@@ -40,16 +33,3 @@ def test_the_window_is_that_of_mask_peers_and_predicate(text, keys):
     sees = case.predicate(lambda x: x)
     assert sees(0, 0, 2000, 2001 - keys) and not sees(0, 0, 2000, 2000 - keys)
     assert next(iter(cases_of(parse(text), "causal", 3000))).window is None
-
-
-def test_builds_have_masks_of_their_own():
-    (case,) = cases_of(parse("--window 100"), "sliding_window_causal", 300)
-    area = case.mask.area
-    again = builds.anew(case)
-    assert again == case and again.mask is not case.mask and again.mask.area == area
-
-
-@pytest.mark.parametrize("benchmark, more", ((kernel, []), (builds, ["x.so"])), ids=("kernel", "builds"))
-def test_both_benchmarks_take_them(benchmark, more):
-    options = benchmark.make_parser().parse_args(["--documents", "2K", "--window", "512", *more])
-    assert (options.documents, options.window, options.heads) == (2048, 512, (64, 8))

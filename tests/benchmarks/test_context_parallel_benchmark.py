@@ -5,29 +5,24 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from pathlib import Path
-from types import SimpleNamespace
 
+import context_parallel
+import cp_kernel
+import cp_layout
+import cp_magi
+import cp_report
+import masks
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from peers import Unfit
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-
-import context_parallel  # noqa: E402
-import cp_kernel  # noqa: E402
-import cp_layout  # noqa: E402
-import cp_magi  # noqa: E402
-import cp_report  # noqa: E402
-import masks  # noqa: E402
-from peers import Unfit  # noqa: E402
-
-from magi_attention.common.slices import to_dense  # noqa: E402
-from magi_attention.errors import UnsupportedError  # noqa: E402
-from magi_attention.testing.libraries import planner_if_possible  # noqa: E402
-from magi_attention.testing.spawn import run_processes  # noqa: E402
+from magi_attention.common.slices import to_dense
+from magi_attention.errors import UnsupportedError
+from magi_attention.testing.libraries import planner_if_possible
+from magi_attention.testing.spawn import run_processes
 
 WINDOW, BLOCK = 24, 16
 HEADS, HEAD_DIM = (8, 4), 8
@@ -97,16 +92,6 @@ def test_zigzag_balances(name):
     layout = cp_layout.Layout(case, 4)
     assert layout.is_zigzag and layout.total == 400
     assert len({layout.local_slices(part).area for part in range(4)}) == 1
-
-
-def test_shares_of_documents_are_the_local_part_of_the_mask():
-    case = masks.Case("varlen_causal", 30, (7, 13, 10))
-    shares = [cp_layout.share_of_documents(case, part, 3) for part in range(3)]
-    assert [share.documents for share in shares] == [(7, 3), (10,), (10,)]
-    dense = case.mask.to_dense()
-    for part, share in enumerate(shares):
-        rows = slice(10 * part, 10 * part + 10)
-        assert np.array_equal(share.mask.to_dense(), dense[rows, rows])
 
 
 # ---- peers ----------------------------------------------------------------------------------------------
@@ -298,22 +283,6 @@ def check_failures(of: dict[str, cp_report.Cell]) -> None:
     assert of["ring"].reason is None and of["ring"].both["tflops"] > 0
 
 
-def test_later_rounds_are_in_another_order(monkeypatch):
-    seen: list[tuple[str, bool]] = []
-    monkeypatch.setattr(context_parallel, "measure", lambda _, name, case, compares: seen.append((name, compares)))
-    monkeypatch.setattr(context_parallel, "median_of_rounds", len)
-    monkeypatch.setattr(cp_report.Cell, "summarise", lambda self: None)
-    options = SimpleNamespace(rounds=3, packs=1, seed=1, no_check=False, time_limit=1.0)
-    bench = SimpleNamespace(options=options, world=1, is_late=lambda: False, release=lambda: None)
-    names = ["one_gpu", "ring", "ulysses", "all_gather"]
-    cells = context_parallel.run_size(bench, "full", 64, names)
-    assert [c.packs for c in cells] == [[3]] * 4 and [c.name for c in cells] == names
-    rounds = [seen[i : i + 4] for i in range(0, 12, 4)]
-    assert rounds[0] == [(n, True) for n in names]
-    assert all(sorted(r) == sorted((n, False) for n in names) for r in rounds[1:])
-    assert len({tuple(name for name, _ in r) for r in rounds}) == 3
-
-
 def check_cell(cell: dict) -> None:
     is_varlen = cell["mask"] == "varlen_causal"
     assert len(cell["packs"]) == (2 if is_varlen else 1)
@@ -357,13 +326,11 @@ def test_rounds_give_medians_and_the_most_memory():
     assert cp_report.median_of_rounds([rounds[2]])["memory"] is None
 
 
-def test_cells_without_all_packs_have_no_mean():
-    times = {d: {"ms": 2.0, "tflops": 3.0, "exposed_ms_max": None} for d in cp_report.DIRECTIONS}
-    cell = cp_report.Cell("full", 8192, "ring", packs=[{"times": times}, {"times": times}])
-    cell.summarise()
-    assert cell.forward == {"ms": 2.0, "tflops": 3.0}
-    cell = cp_report.Cell("full", 8192, "ring", reason="no memory", packs=[{"times": times}])
-    cell.summarise()
-    assert cell.both == {}
-    rendered = list(cp_report.tables([cell]))
-    assert rendered == ["full, 8K: ring: no memory"]
+def test_shares_of_documents_are_the_local_part_of_the_mask():
+    case = masks.Case("varlen_causal", 30, (7, 13, 10))
+    shares = [cp_layout.share_of_documents(case, part, 3) for part in range(3)]
+    assert [share.documents for share in shares] == [(7, 3), (10,), (10,)]
+    dense = case.mask.to_dense()
+    for part, share in enumerate(shares):
+        rows = slice(10 * part, 10 * part + 10)
+        assert np.array_equal(share.mask.to_dense(), dense[rows, rows])

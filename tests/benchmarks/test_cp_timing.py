@@ -3,15 +3,10 @@
 
 from __future__ import annotations
 
-import sys
 from itertools import count
-from pathlib import Path
 
+import cp_timing
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-
-import cp_timing  # noqa: E402
 
 FORWARD, BACKWARD, DRAIN, MEET, MEMORY = 2.0, 5.0, 6.0, 100.0, 30.0  # seconds
 

@@ -3,27 +3,21 @@
 
 from __future__ import annotations
 
-import argparse
 import json
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import kernel
+import masks
 import numpy as np
+import peers
 import pytest
+import reference
+import result_file
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
-
-import kernel  # noqa: E402
-import masks  # noqa: E402
-import peers  # noqa: E402
-import reference  # noqa: E402
-import result_file  # noqa: E402
-from case_options import parse_size  # noqa: E402
-
-from magi_attention.benchmarking import timing  # noqa: E402
-from magi_attention.kernels import AttnOptions, SdpaOnlineBackend  # noqa: E402
+from magi_attention.benchmarking import timing
+from magi_attention.kernels import AttnOptions, SdpaOnlineBackend
 from magi_attention.kernels.types import Operands
 
 
@@ -44,13 +38,6 @@ def test_slices_equal_the_predicate(name, seqlen):
     want = dense(case)
     assert case.mask.area == want.sum()
     assert np.array_equal(case.mask.check().to_dense(), want)
-
-
-def test_blocks_of_a_long_document():
-    case = masks.Case("varlen_block_causal", 5000, (4300, 700))
-    want = dense(case)
-    assert case.mask.area == want.sum() == 2048 * 2048 + 2048 * 4096 + 204 * 4300 + 700 * 700
-    assert np.array_equal(case.mask.to_dense(), want)
 
 
 def test_documents_follow_the_distribution_and_the_seed():
@@ -114,36 +101,6 @@ def test_ours_says_when_it_is_not_there_and_peers_refuse_masks_they_lack():
     assert list(peers.available())[:6] == ["magi", "magi_host", "magi_attend", "cudnn", "fa2", "flex"]
 
 
-def test_flash_attention_gets_the_mask_in_its_own_terms():
-    seen = []
-    record = lambda *tensors, **options: seen.append((tensors[0].dim(), options)) or (tensors[0], None)  # noqa: E731
-    make = peers._flash_attention(record, record)
-    for name in ("causal", "sliding_window_causal", "varlen_causal"):
-        case = masks.make_case(name, 3000, 1)
-        tensors = kernel.make_inputs(case, (2, 1), 16, torch.bfloat16, "cpu")
-        assert make(*tensors, case)().shape == (3000, 2, 16)
-    assert seen[0] == (4, {"causal": True})
-    assert seen[1] == (4, {"causal": True, "window_size": (masks.WINDOW - 1, 0)})
-    assert seen[2][0] == 3 and seen[2][1]["cu_seqlens_q"].tolist() == case.cu_seqlens
-
-
-def test_command_line(capsys):
-    parse = kernel.make_parser().parse_args
-    options = parse([])
-    assert options.masks == list(masks.NAMES) and options.seqlens == [2**n for n in range(10, 17)]
-    assert (tuple(options.heads), options.head_dim, options.dtype, options.repeats) == ((64, 8), 128, "bf16", 20)
-    options = parse("--masks causal,full --seqlens 4K,100 --only magi --heads 4 2 --out x/y --graph".split())
-    assert (options.masks, options.seqlens, options.only) == (["causal", "full"], [4096, 100], ["magi"])
-    assert options.out == Path("x/y") and options.graph and not options.no_peers
-    for bad in (["--masks", "diagonal"], ["--seqlens", "4Q"], ["--seqlens", "0"], ["--masks", ","]):
-        with pytest.raises(SystemExit):
-            parse(bad)
-    assert "diagonal" in capsys.readouterr().err
-    assert parse_size("1m") == 2**20
-    with pytest.raises(argparse.ArgumentTypeError):
-        parse_size("-1")
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
 def test_without_a_gpu_it_says_so(capsys):
     small = "--masks causal --seqlens 32 --heads 2 1 --head-dim 8 --dtype fp32 --repeats 2".split()
@@ -180,11 +137,6 @@ def test_table_json_and_plot(tmp_path):
     assert (tmp_path / "a" / "run.png").stat().st_size > 1000
 
 
-def test_versions_of_the_peers_that_are_installed(monkeypatch):
-    monkeypatch.setattr(peers, "_DISTRIBUTIONS", ("pytest", "no-such-kernels"))
-    assert peers.installed_peers() == result_file.environment()["peers"] == {"pytest": pytest.__version__}
-
-
 def test_where_the_commit_is_from(monkeypatch):
     """The checkout; without one, as in images, which have no git either, the library that is installed."""
     given = {"git": "1234567-dirty", "record": SimpleNamespace(revision="7654321")}
@@ -198,12 +150,6 @@ def test_where_the_commit_is_from(monkeypatch):
     assert result_file.commit() is None
     given["record"] = None
     assert result_file.commit() is None
-
-
-def test_summary():
-    got = timing.summary([float(x) for x in range(1, 22)])
-    assert got["median_us"] == 11.0 and got["p10_us"] < 4 and got["p90_us"] > 18
-    assert timing.summary([5.0]) == {"median_us": 5.0, "p10_us": 5.0, "p90_us": 5.0}
 
 
 @pytest.mark.parametrize("gpu_seconds, calls_made", [(1e-4, 1 + 5 * 100), (0.05, 1 + 5 * 3), (1.5, 1 + 5)])
@@ -223,3 +169,16 @@ def test_host_times_take_fewer_calls_of_long_kernels(gpu_seconds, calls_made, mo
     monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
     assert timing.host_us(launch) == pytest.approx(30.0)
     assert calls == calls_made
+
+
+def test_blocks_of_a_long_document():
+    case = masks.Case("varlen_block_causal", 5000, (4300, 700))
+    want = dense(case)
+    assert case.mask.area == want.sum() == 2048 * 2048 + 2048 * 4096 + 204 * 4300 + 700 * 700
+    assert np.array_equal(case.mask.to_dense(), want)
+
+
+def test_summary():
+    got = timing.summary([float(x) for x in range(1, 22)])
+    assert got["median_us"] == 11.0 and got["p10_us"] < 4 and got["p90_us"] > 18
+    assert timing.summary([5.0]) == {"median_us": 5.0, "p10_us": 5.0, "p90_us": 5.0}

@@ -4,18 +4,15 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
+import new_mask
 import numpy as np
 import pytest
 
+from magi_attention.testing.libraries import planner_or_skip
+
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-import new_mask  # noqa: E402
-
-from magi_attention.testing.libraries import planner_or_skip  # noqa: E402
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -7,16 +7,14 @@ import re
 import sys
 from pathlib import Path
 
+import group_collectives
+import kernel
+import node_exchange
+import parts
+import planner
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "benchmarks")]
-
-import group_collectives  # noqa: E402
-import kernel  # noqa: E402
-import parts  # noqa: E402
-import planner  # noqa: E402
-
 PROGRAMS = {program.__name__: program for program in (group_collectives, kernel, planner)}
 PARTS = [(name, word) for name, program in PROGRAMS.items() for word in program.PARTS]
 
@@ -55,3 +53,19 @@ def test_pages_name_parts_that_are_there():
 def test_there_are_few_programs():
     programs = [file.name for file in (ROOT / "benchmarks").rglob("*.py") if "\nif __name__ ==" in file.read_text()]
     assert len(programs) <= 9, programs
+
+
+@pytest.mark.parametrize("program", (group_collectives, node_exchange), ids=lambda program: program.__name__)
+def test_programs_of_several_ranks_say_how_they_are_run(program, monkeypatch, capsys):
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(SystemExit):
+        program.main([])
+    assert "torchrun" in capsys.readouterr().err
+
+
+def test_rates_are_of_the_bytes_received():
+    cell = {"rows": 4096, "received_bytes": 2**24, "us": {"copy": 40.0, "cast": 50.0, "reduce": 80.0}}
+    line = group_collectives.table([cell]).split("\n")[3]
+    assert "50.0 (336)" in line and line.split()[-2:] == ["0.80", "0.50"], "GB/s, and shares of a copy"
+    told = node_exchange.line("blocks", [200.0, 400.0], [50_000_000, 60_000_000], [{"put": 120.0}, {}])
+    assert "cast  200.0 us (250 GB/s, put 120)" in told and told.endswith("reduce  400.0 us (150 GB/s)")

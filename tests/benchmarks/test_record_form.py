@@ -6,16 +6,12 @@ from __future__ import annotations
 import json
 import math
 import random
-import sys
 from pathlib import Path
 
 import pytest
+import result_file
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-import result_file  # noqa: E402
-
 RECORDS = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
 
 
@@ -70,15 +66,3 @@ def test_programs_write_that_form_and_lose_nothing(tmp_path):
         assert json.loads(text) == data and list(json.loads(text)) == ["environment", "settings", *measured]
         lines = {line.strip().rstrip(",") for line in text.splitlines()}
         assert all(json.dumps(row) in lines for row in measured["results"])
-
-
-def test_a_file_may_be_named_in_full(tmp_path):
-    result_file.write_results(tmp_path / "x.json", {}, {}, results=[])
-    assert [file.name for file in tmp_path.iterdir()] == ["x.json"]
-
-
-def test_no_program_writes_records_by_itself():
-    page = "report.py"  # has its data inside
-    for file in {*(ROOT / "benchmarks").rglob("*.py")} - {Path(result_file.__file__).resolve()}:
-        text = file.read_text()
-        assert file.name == page or not ("json.dump" in text and "write_text(" in text), file

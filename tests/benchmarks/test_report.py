@@ -8,21 +8,16 @@ import json
 import re
 import shutil
 import subprocess
-import sys
 from html import unescape
 from pathlib import Path
 
 import pytest
+import report
+from result_files import load
 
 from magi_attention.testing.waiting import DEADLINE_S
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "ci")]
-
-import peers  # noqa: E402
-import report  # noqa: E402
-from result_files import load  # noqa: E402
-
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no chromium in PATH; apt install chromium")
 MASKS, SIZES = ["causal", "varlen_causal"], [4096, 32768]
@@ -169,27 +164,10 @@ def test_the_page_holds_the_record(tmp_path, capsys):
     assert data["cells"][0]["values"]["fa4"]["noise"] == pytest.approx(0.01)
 
 
-def test_our_other_way_is_no_peer(tmp_path):
-    """The headline is not how far ours is ahead of ours."""
-    file = str(ROOT / "benchmarks" / "results" / "group_collectives_h100x2.json")
-    assert report.main([file, "--out", str(tmp_path / "page.html")]) == 0
-    roles = {n["name"]: n["role"] for n in data_in(tmp_path / "page.html")["names"]}
-    assert roles == {"native": "ours", "all-to-all": "variant", "copy": "bound"}
-
-
 def test_a_cpu_record_says_so(tmp_path, capsys):
     report.main([write(tmp_path / "a.json", record(gpu=None)), "--out", str(tmp_path / "page.html")])
     assert "say nothing about GPUs" in data_in(tmp_path / "page.html")["notice"]
     assert "say nothing about GPUs" in capsys.readouterr().out
-
-
-def test_missing_peers_are_named(monkeypatch):
-    """Those of a wheel that is not there; what comes with torch is never missing."""
-    monkeypatch.setattr(peers, "_has", lambda module: module == "flash_attn.cute")
-    found = peers.missing(peers.PEERS)
-    assert set(found) == {"FlashAttention-2", "FlashAttention-3", "cudnn.flex_attention"}
-    assert all(how.startswith("pip install ") for how in found.values())
-    assert list(peers.missing(peers.CP_PEERS)) == ["selective gather of torchtitan"]
 
 
 def dom_of(page: Path, script: str = "") -> str:

@@ -4,25 +4,21 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+import sparse_bench
+import sparse_cases
+import sparse_peers
 import torch
+from kernel import Result, make_inputs, prepare
+from peers import Unfit
+from peers_backward import by_autograd
+from result_files import SPARSE, load
+from sparse_check import SparseBackwardCheck, SparseForwardCheck
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "benchmarks" / "sparse"), str(ROOT / "benchmarks"), str(ROOT / "ci")]
-
-import sparse_bench  # noqa: E402
-import sparse_cases  # noqa: E402
-import sparse_peers  # noqa: E402
-from kernel import Result, make_inputs, prepare  # noqa: E402
-from peers import Unfit  # noqa: E402
-from peers_backward import by_autograd  # noqa: E402
-from result_files import SPARSE, load  # noqa: E402
-from sparse_check import SparseBackwardCheck, SparseForwardCheck  # noqa: E402
-
 NAMES = ["b16_random_0.3", "b16_window", "b8_video", "index_12", "dsa_12"]
 TOKENS = 128
 
