@@ -10,20 +10,20 @@ import shutil
 import subprocess
 
 import pytest
-from launch_cases import CASES, GOLDEN, TARGET, rendered, spec_of
+from launch_cases import CASES, GOLDEN, IMAGE, TARGET, TEXTS, plans_of, rendered, spec_of
 
 from magi_attention.tools.launch.engines import docker, k8s, local, slurm
 from magi_attention.tools.launch.node import parser
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", TEXTS)
 def test_golden(name):
     expected = (GOLDEN / f"{name}.txt").read_text(encoding="utf-8")
     assert rendered(name) == expected, "if the change is meant: python tests/launch/launch_cases.py"
 
 
 def test_no_golden_file_is_left_over():
-    assert {path.stem for path in GOLDEN.iterdir()} == set(CASES)
+    assert {path.stem for path in GOLDEN.iterdir()} == set(TEXTS)
 
 
 def runner_words(argv):
@@ -87,6 +87,51 @@ def test_jobset_meets_at_its_first_pod():
     indexed = job["template"]["spec"]
     assert indexed["completionMode"] == "Indexed" and indexed["completions"] == indexed["parallelism"] == 2
     assert len(args.master_addr.split(".")[0]) <= 63 and found["spec"]["network"]["enableDNSHostnames"]
+
+
+PODS = {
+    "jobset": lambda spec: [spec["replicatedJobs"][0]["template"]["spec"]["template"]],
+    "lws": lambda spec: [spec["leaderWorkerTemplate"]["workerTemplate"]],
+    "pytorchjob": lambda spec: [replica["template"] for replica in spec["pytorchReplicaSpecs"].values()],
+}
+
+
+@pytest.mark.parametrize("name", PODS)
+def test_a_pod_has_what_the_spec_asks_for(name):
+    found, labels = manifest(name), {"com.magi.session": "s1", "com.magi.run": TARGET.run_id}
+    assert found["metadata"] == {"name": f"magi-{TARGET.run_id}", "namespace": "lab", "labels": labels}
+    for template in PODS[name](found["spec"]):
+        pod, (container,) = template["spec"], template["spec"]["containers"]
+        assert template["metadata"]["labels"] == labels, "by which its state and output are found"
+        args = parser().parse_args(runner_words([word.replace("$$", "$") for word in container["command"]]))
+        assert (args.nodes, args.ranks_per_node, args.command) == (2, 8, CASES[name]["command"])
+        assert (args.run_id, args.log_dir, args.watch_stdin) == (TARGET.run_id, "/tmp/magi-logs", False)
+        assert container["ports"][0]["containerPort"] == args.master_port == 29500
+        assert container["image"] == IMAGE and container["workingDir"] == "/workspace"
+        assert container["resources"]["limits"] == {"nvidia.com/gpu": 8, "rdma/ib": 1}
+        assert container["securityContext"]["capabilities"]["add"] == ["IPC_LOCK", "SYS_PTRACE"]
+        assert "doctor" in container["readinessProbe"]["exec"]["command"]
+        volumes = {volume.pop("name"): volume for volume in pod["volumes"]}
+        mounts = {mount.pop("mountPath"): mount for mount in container["volumeMounts"]}
+        assert mounts.keys() == {"/dev/shm", "/data", "/out"} and mounts["/data"]["readOnly"]
+        assert volumes[mounts["/dev/shm"]["name"]] == {"emptyDir": {"medium": "Memory", "sizeLimit": "16Gi"}}
+        for path in ("/data", "/out"):
+            assert volumes[mounts[path]["name"]] == {"hostPath": {"path": path}}
+    up, _, asked, down = ([step.argv for step in plan.steps] for plan in plans_of(name))
+    assert all(argv[:3] == ("kubectl", "--namespace", "lab") for argv in (*up, *asked, *down))
+    assert up[0][3:] == ("auth", "can-i", "create", k8s.RESOURCES[name])
+    assert all(f"com.magi.run={TARGET.run_id}" in argv for argv in asked)
+    assert down[0][3:] == ("delete", k8s.RESOURCES[name], "--ignore-not-found", f"magi-{TARGET.run_id}")
+
+
+def test_another_try_is_that_of_the_spec():
+    assert manifest("jobset")["spec"]["failurePolicy"] == {"maxRestarts": 2}
+    job = manifest("jobset")["spec"]["replicatedJobs"][0]["template"]["spec"]
+    assert (job["backoffLimit"], job["template"]["spec"]["restartPolicy"]) == (0, "Never")
+    assert manifest("lws")["spec"]["leaderWorkerTemplate"]["restartPolicy"] == "RecreateGroupOnPodRestart"
+    assert manifest("lws")["spec"]["leaderWorkerTemplate"]["size"] == 2
+    assert manifest("pytorchjob")["spec"]["runPolicy"]["backoffLimit"] == 2
+    assert manifest("jobset-one-node")["spec"]["failurePolicy"] == {"maxRestarts": 0}
 
 
 def test_pods_have_no_privileges():

@@ -1,16 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes gpu_trace.json: two steps of one rank on one GPU, made by hand in the form that torch's profiler exports.
+"""Two steps of one rank on one GPU, made by hand in the form that torch's profiler exports.
 
 Times are microseconds. The host launches; the GPU follows. Stream 7 computes, stream 20 is NCCL's, 24 copies.
 """
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 HOST = {"pid": 4242, "tid": 4242}
-FILE = Path(__file__).with_name("gpu_trace.json")
 
 # (name, category, launched at, begins, ends, stream); inside the ranges of attention where it says so
 WORK = [
@@ -68,7 +64,3 @@ def trace() -> dict:
         "magi": {"rank": 1, "world": 2, "device": "NVIDIA H100 80GB HBM3", "predicted": [plan]},
         "traceEvents": events,
     }
-
-
-if __name__ == "__main__":
-    FILE.write_text(json.dumps(trace(), indent=0) + "\n")
