@@ -12,19 +12,16 @@ import zipfile
 from importlib.metadata import version
 from pathlib import Path
 
+import check_wheel
+import matrix
 import pytest
+import try_install
+
+import build
+from magi_attention.native import info
+from magi_attention.version import __version__
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "ci"), str(ROOT / "wheels")]
-
-import check_wheel  # noqa: E402
-import matrix  # noqa: E402
-import try_install  # noqa: E402
-
-import build  # noqa: E402
-from magi_attention.native import info  # noqa: E402
-from magi_attention.version import __version__  # noqa: E402
-
 DATA = matrix.load()
 
 
@@ -55,6 +52,7 @@ def test_two_builds_of_a_checkout_that_changed_are_not_compared(monkeypatch, tmp
     monkeypatch.setattr(build, "build_here", lambda *args, **kwargs: [wheel])
     monkeypatch.setattr(build, "environment_of", lambda *args: Path(sys.executable))
     monkeypatch.setattr(build, "check_wheels", lambda *args: 0)
+    monkeypatch.setattr(build, "find_python", lambda version: Path(sys.executable))
     revisions = [("abc", "1"), ("abc", "1"), ("abc", "1"), ("abc-dirty", "1")]
     monkeypatch.setattr(build, "revision", lambda: revisions.pop(0))
     assert build.main(["--twice"]) == 0 and "built twice: 1 equal, 0 differ" in capsys.readouterr().out

@@ -13,6 +13,8 @@ import zipfile
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import check_wheel
+import matrix
 import pytest
 
 from magi_attention.native import abi, build, info
@@ -20,11 +22,6 @@ from magi_attention.testing.waiting import DEADLINE_S
 from magi_attention.version import __version__ as V
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "ci"))
-
-import check_wheel  # noqa: E402
-import matrix  # noqa: E402
-
 DATA = matrix.load()
 TAG = DATA["platforms"]["x86_64"]["tag"]
 KERNELS = matrix.find("magi-attention-kernels-sm90-cu13", DATA)

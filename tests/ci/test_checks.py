@@ -3,16 +3,13 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
+import check_layers
+import check_sizes
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "ci"))
-
-import check_layers  # noqa: E402
-import check_sizes  # noqa: E402
 
 
 def package(tmp_path: Path, **files: str) -> Path:

@@ -9,14 +9,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import lanes
+import make_locks
+import matrix
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "ci"))
-
-import lanes  # noqa: E402
-import make_locks  # noqa: E402
-import matrix  # noqa: E402
 
 
 def lane(*arguments: str) -> subprocess.CompletedProcess:

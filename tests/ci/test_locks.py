@@ -4,17 +4,13 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 
+import make_locks
+import matrix
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "ci"))
-
-import make_locks  # noqa: E402
-import matrix  # noqa: E402
-
 tomllib = pytest.importorskip("tomllib", reason="Python 3.10 has no tomllib; newer ones run this.")
 requirements = pytest.importorskip("packaging.requirements")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())

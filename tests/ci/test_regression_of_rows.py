@@ -3,18 +3,15 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
+import compare_results as cr
+import gpu_regression as gr
 import pytest
+import result_files as rf
+from test_gpu_regression import ENVIRONMENT, results, run
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "ci"), str(ROOT / "benchmarks")]
-
-import compare_results as cr  # noqa: E402
-import gpu_regression as gr  # noqa: E402
-import result_files as rf  # noqa: E402
-from test_gpu_regression import ENVIRONMENT, results, run  # noqa: E402
 
 
 def test_committed_results_of_rows_are_baselines_of_themselves():

@@ -97,9 +97,7 @@ def test_an_sdist_holds_what_a_build_reads(checkout, tmp_path):
 
     def setup(folder: Path, *words: str) -> None:
         command = [sys.executable, "setup.py", "-q", *words]
-        done = subprocess.run(
-            command, cwd=folder, env=environment, capture_output=True, text=True, timeout=DEADLINE_S
-        )
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=DEADLINE_S)
         assert done.returncode == 0, done.stderr
 
     setup(checkout, "sdist", "--dist-dir", "out")

@@ -3,21 +3,16 @@
 
 from __future__ import annotations
 
-import argparse
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import strangers
+from strangers import Outcome
+from strangers_programs import BOTH, NEITHER, PROGRAMS, Program
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "ci"))
-
-import strangers  # noqa: E402
-from strangers import Outcome  # noqa: E402
-from strangers_programs import BOTH, NEITHER, PROGRAMS, Program  # noqa: E402
-
 PROGRAM = Program("tiny", "trl", "tests/test_tiny.py::test_train")
 LOSSES = [{"loss": 2.0}, {"train_loss": 1.5}]
 SENTENCE = "DPOTrainer of TRL makes batches of its own; SFTTrainer is the one that works."
@@ -98,16 +93,6 @@ def test_table_and_page():
     assert strangers.summary([good, bad]) == "1 passed, 0 refused, 1 failed, 0 not run"
 
 
-def test_what_is_absent_is_not_run(tmp_path):
-    assert "--trl" in strangers.run(PROGRAM, {}, tmp_path).why
-    row = strangers.run(PROGRAM, {"trl": tmp_path}, tmp_path)
-    assert row.state == "not run" and "tests/test_tiny.py is not in the repository" in row.why
-    row = strangers.run(replace(PROGRAM, reason="It needs a hub."), {"trl": tmp_path}, tmp_path)
-    assert (row.state, row.why) == ("not run", "It needs a hub.")
-    with pytest.raises(SystemExit, match="is not a folder"):
-        strangers.check_folders(argparse.Namespace(transformers=None, trl=tmp_path / "none"))
-
-
 def test_a_git_directory_gives_the_tag_of_the_installed_version(monkeypatch, tmp_path):
     checkout, folder = tmp_path / "checkout", tmp_path / "unpacked"
     (checkout / "tests").mkdir(parents=True)
@@ -130,17 +115,6 @@ def test_a_git_directory_gives_the_tag_of_the_installed_version(monkeypatch, tmp
     place, which = strangers.unpacked("trl", checkout / ".git", tmp_path / "other")
     assert (place / "tests" / "a.txt").read_text() == "new" and which.startswith("HEAD (")
     assert strangers.unpacked("trl", checkout, folder)[0] == checkout
-
-
-def test_commands(tmp_path):
-    program = replace(PROGRAM, path="a.py", arguments=("--file={home}/text.txt",), replaced="trl:SFTTrainer")
-    one, two = (strangers.command_of(program, Path("/place"), Path("/home"), n) for n in (1, 2))
-    assert one[2:] == ["trl:SFTTrainer", "/place/a.py", "--file=/home/text.txt"]
-    assert two[-4:] == one[1:] and two[two.index("--nproc-per-node") + 1] == "2"
-    (tmp_path / "trl").mkdir()
-    (tmp_path / "trl" / "__init__.py").touch()
-    assert strangers.package_beside(PROGRAM, tmp_path) == str(tmp_path)
-    assert strangers.package_beside(program, tmp_path) == ""
 
 
 def test_the_programs():

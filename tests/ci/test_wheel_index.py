@@ -12,14 +12,12 @@ import sys
 import zipfile
 from pathlib import Path
 
+import index
 import pytest
 
 from magi_attention.testing.waiting import DEADLINE_S
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "wheels"))
-
-import index  # noqa: E402
 
 
 def put(folder: Path, name: str, requires: str = ">=3.10") -> Path:

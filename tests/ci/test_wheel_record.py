@@ -8,14 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from record import INPUTS, Record
+
+import build
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "ci"), str(ROOT / "wheels")]
-
-from record import INPUTS, Record  # noqa: E402
-
-import build  # noqa: E402
-
 KERNELS, COMM = "magi-attention-kernels-sm90-cu13", "magi-attention-comm-cu13"
 NVCC = "nvcc: NVIDIA\nCuda compilation tools, release 13.0, V13.0.88\n"
 # What a build imports and does not depend on: paths of the published package, variables that it does not read.

@@ -13,6 +13,8 @@ import zipfile
 from importlib.metadata import version
 from pathlib import Path
 
+import check_wheel
+import matrix
 import pytest
 
 from magi_attention.native import info, toolchain
@@ -20,11 +22,6 @@ from magi_attention.testing.waiting import DEADLINE_S
 from magi_attention.version import __version__
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "ci"), str(ROOT / "wheels")]
-
-import check_wheel  # noqa: E402
-import matrix  # noqa: E402
-
 pytest.importorskip("cyclonedx", reason="cyclonedx-python-lib is not installed; it writes the SBOM of a wheel.")
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 NAME = "sboms/magi_attention.cdx.json"

@@ -17,20 +17,17 @@ from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 
+import check_wheel
+import index
+import matrix
 import pytest
+import variants
 
 from magi_attention.native import abi, info
 from magi_attention.testing.waiting import DEADLINE_S
 from magi_attention.version import __version__ as V
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "ci"), str(ROOT / "wheels")]
-
-import check_wheel  # noqa: E402
-import index  # noqa: E402
-import matrix  # noqa: E402
-import variants  # noqa: E402
-
 DATA = matrix.load()
 KERNELS = [w for w in matrix.wheels(DATA) if (w.kind, w.machine) == ("kernels", "x86_64")]
 TAG = DATA["platforms"]["x86_64"]["tag"]

@@ -6,19 +6,15 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import sys
 from pathlib import Path
 
+import check_workflows as cw
+import lanes
+import matrix
+import publish
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT / "ci"), str(ROOT / "docker")]
-
-import check_workflows as cw  # noqa: E402
-import lanes  # noqa: E402
-import matrix  # noqa: E402
-import publish  # noqa: E402
-
 yaml = pytest.importorskip("yaml", reason="PyYAML is not installed; pip install pyyaml brings it.")
 TEXTS = {path.stem: path.read_text() for path in cw.FOLDER.glob("*.yml")}
 DIGEST = "0123456789abcdef0123456789abcdef01234567"
