@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from magi_attention.common.disjoint import first_overlap
 from magi_attention.common.intervals import (
     Packing,
     as_intervals,
@@ -124,21 +123,6 @@ def test_merging_examples() -> None:
     assert merge(inv_causal).tolist() == [[0, 4, 0, 8, 3]]
     too_short = np.array([[0, 4, 0, 6, 0], [0, 4, 6, 8, 1]])  # its first rows see nothing of the right piece
     assert len(merge(too_short)) == 2
-
-
-@settings(max_examples=300, deadline=None)
-@given(seed=st.integers(0, 10**9))
-def test_overlaps_are_found_exactly(seed) -> None:
-    rng = np.random.default_rng(seed)
-    n = rng.integers(1, 6)
-    q, k = np.sort(rng.integers(0, 16, (n, 2)), 1), np.sort(rng.integers(0, 16, (n, 2)), 1)
-    slices = trim(np.concatenate([q, k, rng.integers(0, 4, (n, 1))], axis=1))
-    count = sum((to_dense(row[None], 16, 16).astype(int) for row in slices), np.zeros((16, 16), int))
-    hit = first_overlap(slices)
-    assert (hit is not None) == bool((count > 1).any())
-    if hit is not None:
-        first, second = (to_dense(slices[[i]], 16, 16) for i in hit)
-        assert (first & second).any()
 
 
 def test_row_bounds_match_dense() -> None:
