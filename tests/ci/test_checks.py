@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The repository keeps its own rules, and the checks that say so can fail."""
+"""The rules of the repository can fail; that it keeps them is seen to by the lane lint, which `.ci/run` starts."""
 
 from __future__ import annotations
 
@@ -19,14 +19,6 @@ def package(tmp_path: Path, **files: str) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     return root
-
-
-def test_layers_of_this_repository():
-    assert check_layers.check(ROOT / "magi_attention") == []
-
-
-def test_sizes_of_this_repository():
-    assert check_sizes.check(ROOT)[0] == []
 
 
 @pytest.mark.parametrize(

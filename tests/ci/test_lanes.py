@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shlex
 import subprocess
@@ -13,6 +14,7 @@ import lanes
 import make_locks
 import matrix
 import pytest
+from small_wheels import write_wheel
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -90,14 +92,7 @@ def with_python_as_it_is(monkeypatch) -> None:
 
 @pytest.mark.nightly
 def test_a_file_with_another_hash_is_refused(monkeypatch, tmp_path, capfd):
-    import zipfile
-
-    wheel = tmp_path / "magi_lane_test-1.0-py3-none-any.whl"
-    with zipfile.ZipFile(wheel, "w") as archive:
-        info = "magi_lane_test-1.0.dist-info"
-        archive.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: magi-lane-test\nVersion: 1.0\n")
-        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-        archive.writestr(f"{info}/RECORD", "")
+    wheel = write_wheel(tmp_path, "magi_lane_test", "1.0")
     (tmp_path / "ci" / "lock").mkdir(parents=True)
     monkeypatch.setattr(lanes, "ROOT", tmp_path)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
@@ -107,8 +102,6 @@ def test_a_file_with_another_hash_is_refused(monkeypatch, tmp_path, capfd):
     lock.write_text(f"magi-lane-test==1.0 --hash=sha256:{'0' * 64}\n")
     with pytest.raises(SystemExit, match="find out why before you run ci/make_locks"):
         lanes.main(["lint"])
-    import hashlib
-
     lock.write_text(f"magi-lane-test==1.0 --hash=sha256:{hashlib.sha256(wheel.read_bytes()).hexdigest()}\n")
     with_python_as_it_is(monkeypatch)
     assert lanes.main(["lint"]) == 0
@@ -132,6 +125,8 @@ def test_a_gpu_lane_needs_the_torch_of_the_machine():
 def test_lint_is_part_of_the_one_entry():
     entry = (ROOT / ".ci" / "run").read_text()
     assert "ci/lane lint --here\n" in entry and "ci/lane type --here\n" in entry
+    rules = {word for step in lanes.LANES["lint"].steps for word in step}
+    assert {"ci/check_layers.py", "ci/check_sizes.py", "ci/check_workflows.py"} <= rules
     assert lanes.MYPY in lanes.LANES["unit"].steps
 
 

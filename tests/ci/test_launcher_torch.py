@@ -6,21 +6,20 @@ PyPI is out of reach in all of them: requests to it go to a proxy port at which 
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import http.server
 import importlib.machinery
 import importlib.util
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
 import threading
-import zipfile
 from pathlib import Path
 
 import pytest
+import small_wheels
 
 ROOT = Path(__file__).resolve().parents[2]
 PINNED = re.search(r"^torch==(\S+)", (ROOT / "ci" / "constraints.txt").read_text(), re.MULTILINE)[1]
@@ -34,33 +33,13 @@ build-backend = "backend"
 backend-path = ["."]
 """
 BACKEND = """
-from wheels import write_wheel
+from small_wheels import write_wheel
 
 def build_editable(folder, config_settings=None, metadata_directory=None):
     body = "from importlib.metadata import version; print('started beside torch', version('torch'))"
     extras = "Provides-Extra: dev\\nProvides-Extra: report\\nRequires-Dist: torch\\n"
-    return write_wheel(folder, "magi_attention", "1", {"magi_attention/cli.py": body}, extras)
+    return write_wheel(folder, "magi_attention", "1", {"magi_attention/cli.py": body}, extras).name
 """
-
-
-def write_wheel(folder, name: str, version: str, files: dict[str, str], metadata: str = "") -> str:
-    """A wheel for any Python; returns its file name."""
-    info = f"{name}-{version}.dist-info"
-    files = {
-        **files,
-        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{metadata}",
-        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
-    }
-    record = []
-    for path, text in files.items():
-        digest = base64.urlsafe_b64encode(hashlib.sha256(text.encode()).digest()).rstrip(b"=").decode()
-        record.append(f"{path},sha256={digest},{len(text.encode())}")
-    files[f"{info}/RECORD"] = "\n".join([*record, f"{info}/RECORD,,"]) + "\n"
-    path = Path(folder, f"{name}-{version}-py3-none-any.whl")
-    with zipfile.ZipFile(path, "w") as archive:
-        for inside, text in files.items():
-            archive.writestr(inside, text)
-    return path.name
 
 
 class Index:
@@ -69,7 +48,7 @@ class Index:
     def __init__(self, folder: Path, *versions: str):
         (folder / "torch").mkdir(parents=True)
         files = {version: {"torch.py": f"__version__ = {version!r}"} for version in versions}
-        names = [write_wheel(folder / "torch", "torch", version, files[version]) for version in versions]
+        names = [small_wheels.write_wheel(folder / "torch", "torch", v, files[v]).name for v in versions]
         links = "".join(f'<a href="{name.replace("+", "%2B")}">{name}</a>\n' for name in names)
         (folder / "torch" / "index.html").write_text(f"<!DOCTYPE html><html><body>{links}</body></html>")
         self.folder, self.asked = folder, []
@@ -241,10 +220,7 @@ def checkout(tmp_path):
         (folder / name).write_bytes((ROOT / name).read_bytes() if name != "setup.py" else b"")
     (folder / "pyproject.toml").write_text(PYPROJECT)
     (folder / "backend.py").write_text(BACKEND)
-    own = Path(__file__).read_text()
-    body = own[own.index("def write_wheel") : own.index("class Index")]
-    imports = "from __future__ import annotations\nimport base64, hashlib, zipfile\nfrom pathlib import Path\n"
-    (folder / "wheels.py").write_text(imports + body)
+    shutil.copy(small_wheels.__file__, folder)
     return folder
 
 

@@ -11,10 +11,11 @@ import re
 import shlex
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 
+import index
 import pytest
+from small_wheels import write_wheel
 
 from magi_attention.native import install
 from magi_attention.testing.waiting import DEADLINE_S
@@ -94,13 +95,7 @@ def test_needs_are_those_of_the_project():
 
 def put(folder: Path, name: str, version: str, words: str, more: str = "") -> None:
     """A wheel with one module that says where it comes from."""
-    folder.mkdir(parents=True, exist_ok=True)
-    info, plain = f"{name}-{version}.dist-info", "py3-none-any"
-    with zipfile.ZipFile(folder / f"{name}-{version}-{plain}.whl", "w") as archive:
-        archive.writestr(f"said_by_{name}.py", f"WORDS = {words!r}\n")
-        archive.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{more}")
-        archive.writestr(f"{info}/WHEEL", f"Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: {plain}\n")
-        archive.writestr(f"{info}/RECORD", "")
+    write_wheel(folder, name, version, {f"said_by_{name}.py": f"WORDS = {words!r}\n"}, more)
 
 
 KERNELS = "magi_attention_kernels_sm90_cu13"
@@ -109,9 +104,6 @@ KERNELS = "magi_attention_kernels_sm90_cu13"
 @pytest.fixture
 def world(tmp_path) -> Path:
     """A folder with our ``dist``, and a public index on which both names are somebody else's, also as newer ones."""
-    sys.path.insert(0, str(ROOT / "wheels"))
-    import index
-
     extras = f"Provides-Extra: sm90\nRequires-Dist: {KERNELS}=={__version__}; extra == 'sm90'\n"
     put(tmp_path / "dist", install.MAIN, __version__, "ours", extras)
     put(tmp_path / "dist", KERNELS, __version__, "ours")

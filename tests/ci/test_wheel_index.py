@@ -14,6 +14,7 @@ from pathlib import Path
 
 import index
 import pytest
+from small_wheels import write_wheel
 
 from magi_attention.testing.waiting import DEADLINE_S
 
@@ -21,16 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def put(folder: Path, name: str, requires: str = ">=3.10") -> Path:
-    """A wheel that pip can install."""
-    path = folder / f"{name}-1.0-py3-none-any.whl"
-    info = f"{name}-1.0.dist-info"
-    python = f"Requires-Python: {requires}\n" if requires else ""
-    with zipfile.ZipFile(path, "w") as archive:
-        head = f"Metadata-Version: 2.1\nName: {name.replace('_', '.')}\nVersion: 1.0\n{python}"
-        archive.writestr(f"{info}/METADATA", head)
-        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-        archive.writestr(f"{info}/RECORD", "")
-    return path
+    return write_wheel(folder, name, "1.0", metadata=f"Requires-Python: {requires}\n" if requires else "")
 
 
 def test_pages(tmp_path):

@@ -9,11 +9,11 @@ import shlex
 import shutil
 import subprocess
 import sys
-import zipfile
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from small_wheels import write_wheel
 
 from magi_attention.testing.waiting import DEADLINE_S
 
@@ -42,26 +42,15 @@ def test_the_triton_beside_torch_is_torchs():
     assert tools["triton"] == lock["triton"]
 
 
-def put(folder: Path, name: str, version: str, requires: str = "") -> None:
-    """A wheel without modules."""
-    folder.mkdir(exist_ok=True)
-    info, tag = f"{name}-{version}.dist-info", "py3-none-any"
-    more = f"Requires-Dist: {requires}\n" if requires else ""
-    with zipfile.ZipFile(folder / f"{name}-{version}-{tag}.whl", "w") as archive:
-        archive.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{more}")
-        archive.writestr(f"{info}/WHEEL", f"Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: {tag}\n")
-        archive.writestr(f"{info}/RECORD", f"{info}/METADATA,,\n{info}/WHEEL,,\n{info}/RECORD,,\n")
-
-
 def test_the_main_wheel_is_tried_beside_torch(tmp_path):
     """What cibuildwheel runs before the test, under the constraints of the build, with PyTorch's index as it is: it has
     torch and an older setuptools than the one of the constraints."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["cibuildwheel"]
     constraints = ROOT / settings["environment"]["PIP_CONSTRAINT"].removeprefix("/project/")
     wanted = pins(constraints)["setuptools"]
-    put(tmp_path / "torchs", "torch", "2.13.0", "setuptools>=77.0.3")
-    put(tmp_path / "torchs", "setuptools", "78.1.0")
-    put(tmp_path / "public", "setuptools", wanted)
+    write_wheel(tmp_path / "torchs", "torch", "2.13.0", metadata="Requires-Dist: setuptools>=77.0.3\n")
+    write_wheel(tmp_path / "torchs", "setuptools", "78.1.0")
+    write_wheel(tmp_path / "public", "setuptools", wanted)
     for name in ("torchs", "public"):
         index.write(tmp_path / name, tmp_path / f"{name}_index")
     if not find_spec("pip"):

