@@ -22,7 +22,8 @@ class Truth:
 
 
 def dense_attention(q, k, v, mask, scale, softcap=0.0, sink=None):
-    """out, lse, logits by the definition; -inf rows give zeros without producing NaN."""
+    """out, lse, logits by the definition; -inf rows give zeros without producing NaN. ``mask`` (Tq, Tk) or
+    (Hq, Tq, Tk) bool; ``sink`` (S, Hq) or (Tq, S, Hq)."""
     group = q.shape[1] // k.shape[1]
     keys, values = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     logits = torch.einsum("qhd,khd->hqk", q, keys) * scale
@@ -31,7 +32,7 @@ def dense_attention(q, k, v, mask, scale, softcap=0.0, sink=None):
     logits = logits.masked_fill(~mask, float("-inf"))
     joined = logits
     if sink is not None:
-        extra = sink.t()[:, None, :].expand(-1, q.shape[0], -1)
+        extra = (sink[None] if sink.dim() == 2 else sink).permute(2, 0, 1).expand(-1, q.shape[0], -1)
         joined = torch.cat([logits, extra], dim=2)
     peak = joined.detach().amax(dim=2, keepdim=True).nan_to_num(neginf=0.0)
     mass = torch.exp(joined - peak)

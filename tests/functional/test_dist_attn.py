@@ -3,9 +3,8 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
+from oracle import truth
 
 from magi_attention.comm.collectives.hierarchical import NodeLevels
 from magi_attention.comm.transport.base import SingleTransport
@@ -40,9 +40,6 @@ from magi_attention.kernels import default_registry
 from magi_attention.meta.plan import Plan
 from magi_attention.meta.planner import build_plan
 from magi_attention.testing.masks import random_slices
-
-sys.path.insert(0, str(Path(__file__).parent))
-from oracle import truth  # noqa: E402
 
 TOLERANCE = 1e-8
 EVEN_ALGS = (
@@ -99,16 +96,31 @@ def make_config(case: Case) -> DistAttnConfig:
     return DistAttnConfig(dispatch, OverlapConfig(degree=case.degree, min_chunk_size=size, alg=alg))
 
 
-def run_rank(transport, plan, policy, tensors, sink, softcap, dtype=torch.float64):
-    """One rank: shard the global tensors, attend, gather everything back."""
+def run_rank(
+    transport,
+    plan,
+    policy,
+    tensors,
+    sink=None,
+    softcap=0.0,
+    dtype=torch.float64,
+    levels=None,
+    by_groups=None,
+    **options,
+):
+    """One rank: shard the global tensors, attend, gather everything back. ``by_groups``: the plan of head groups."""
     layout = TokenLayout(plan, transport)
-    runtime = AttnRuntime(plan, transport, default_registry(), policy)
+    if levels is not None:
+        levels = levels(transport)
+    groups = {} if by_groups is None else {"head_groups": plan.num_heads_kv}
+    runtime = AttnRuntime(by_groups or plan, transport, default_registry(), policy, levels, **groups)
     q, k, v, dout = (shard(x.to(dtype), layout).detach().requires_grad_() for x in tensors)
     sink = None if sink is None else sink.detach().clone().requires_grad_()
-    out, lse, max_logits = dist_attn(q, k, v, runtime, sink, None, softcap, return_max_logits=True)
+    options = {"return_max_logits": by_groups is None, **options}
+    out, lse, max_logits = dist_attn(q, k, v, runtime, sink, None, softcap, **options)
     out.backward(dout.detach())
     full = [gather(x.detach(), layout) for x in (out, lse, q.grad, k.grad, v.grad)]
-    return *full, None if sink is None else sink.grad, max_logits, runtime
+    return *full, None if sink is None else sink.grad, max_logits
 
 
 def make_problem(case: Case):
@@ -196,21 +208,15 @@ def test_two_level_communication_gives_the_same(inter: int, intra: int, degree: 
     case = Case(11 + inter, inter * intra, degree, False, 0, (4, 2), "sdpa_ol", False, 0.0, False, False, True)
     plan, _, _, tensors, _ = make_problem(case)
 
-    def rank(transport):
-        node = transport.rank // intra
-        mates = transport.subgroup([node * intra + i for i in range(intra)])
-        layout = TokenLayout(plan, transport)
-        levels = NodeLevels(Nodes.of([r // intra for r in range(inter * intra)]), mates)
-        runtime = AttnRuntime(plan, transport, default_registry(), make_policy(case), levels)
-        q, k, v, dout = (shard(x, layout).detach().requires_grad_() for x in tensors)
-        out, lse, _ = dist_attn(q, k, v, runtime)
-        out.backward(dout.detach())
-        return [gather(x.detach(), layout) for x in (out, lse, q.grad, k.grad, v.grad)]
+    nodes = Nodes.of([r // intra for r in range(inter * intra)])
 
-    two_level = FakeWorld(case.cp).run(rank)
-    flat = FakeWorld(case.cp).run(run_rank, plan, make_policy(case), tensors, None, 0.0)
+    def levels(transport) -> NodeLevels:
+        return NodeLevels(nodes, transport.subgroup(nodes.mates(transport.rank)))
+
+    two_level = FakeWorld(case.cp).run(partial(run_rank, levels=levels), plan, make_policy(case), tensors)
+    flat = FakeWorld(case.cp).run(run_rank, plan, make_policy(case), tensors)
     for got, want in zip(two_level, flat):
-        for a, b in zip(got, want):
+        for a, b in zip(got[:5], want):
             assert torch.allclose(a, b, rtol=0, atol=1e-12)
 
 
@@ -228,19 +234,6 @@ def test_low_precision_error_is_near_the_reference() -> None:
         ours = (got.double() - want)[finite].abs().max()
         theirs = (getattr(plain, name).double() - want)[finite].abs().max()
         assert ours <= 2 * theirs + 1e-6, f"{name}: {ours} against {theirs}"
-
-
-def test_gradients_of_gradients_are_refused() -> None:
-    """They would be wrong, for autograd does not see what the backward computes; first ones may ask for a graph."""
-    plan = build_plan(SliceTable(np.array([[0, 64, 0, 64, 1]])), 64, 1)
-    runtime = AttnRuntime(plan, SingleTransport(0), default_registry(), AttnPolicy())
-    q, k, v, dout = (torch.randn(64, 2, 8, dtype=torch.float64, requires_grad=True) for _ in range(4))
-    out = dist_attn(q, k, v, runtime)[0]
-    plain = torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
-    kept = torch.autograd.grad(out, (q, k, v), dout, create_graph=True)
-    assert all(torch.equal(a, b) for a, b in zip(plain, kept))
-    with pytest.raises(RuntimeError, match="cannot be differentiated again"):
-        kept[0].sum().backward()
 
 
 def test_what_is_no_tensor_gets_a_sentence() -> None:

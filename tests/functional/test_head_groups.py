@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, note, settings
-from test_dist_attn import TOLERANCE, Case, cases, make_config, make_policy, make_problem, truth
+from test_dist_attn import TOLERANCE, Case, cases, make_config, make_policy, make_problem, run_rank, truth
 
 from magi_attention.comm.transport.fake import FakeWorld
 from magi_attention.common.mask import Mask
 from magi_attention.common.slices import to_dense
 from magi_attention.config import DispatchConfig, DistAttnConfig
 from magi_attention.errors import ContractError, UnsupportedError
-from magi_attention.functional import AttnRuntime, TokenLayout, gather, shard
+from magi_attention.functional import AttnRuntime
 from magi_attention.functional.dist_attn import dist_attn
 from magi_attention.kernels import default_registry
 from magi_attention.meta.planner import PlanOptions, build_plan, plan_by_head_groups
@@ -34,15 +34,6 @@ def plans_of(case: Case):
     return case, plan, plan_by_head_groups(plan, "always"), slices, total, tensors
 
 
-def run_rank(transport, plan, by_groups, policy, tensors, softcap):
-    layout = TokenLayout(plan, transport)
-    runtime = AttnRuntime(by_groups, transport, default_registry(), policy, head_groups=plan.num_heads_kv)
-    q, k, v, dout = (shard(x, layout).detach().requires_grad_() for x in tensors)
-    out, lse, _ = dist_attn(q, k, v, runtime, None, None, softcap)
-    out.backward(dout.detach())
-    return [gather(x.detach(), layout) for x in (out, lse, q.grad, k.grad, v.grad)]
-
-
 @settings(max_examples=40, deadline=None, print_blob=True)
 @given(case=cases)
 def test_equals_dense_attention(case: Case) -> None:
@@ -52,7 +43,8 @@ def test_equals_dense_attention(case: Case) -> None:
     expected = truth(
         *tensors[:3], torch.from_numpy(to_dense(slices.array, total, total)), tensors[3], 8**-0.5, case.softcap, None
     )
-    for result in FakeWorld(case.cp).run(run_rank, plan, by_groups, make_policy(case), tensors, case.softcap):
+    run = partial(run_rank, softcap=case.softcap, by_groups=by_groups)
+    for result in FakeWorld(case.cp).run(run, plan, make_policy(case), tensors):
         for name, got in zip(("out", "lse", "dq", "dk", "dv"), result):
             want = getattr(expected, name)
             assert torch.equal(got.isfinite(), want.isfinite()), name

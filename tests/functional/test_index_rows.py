@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracle import dense_attention
 
 from magi_attention.api import (
     DispatchConfig,
@@ -21,7 +22,6 @@ from magi_attention.comm.transport.fake import FakeWorld
 from magi_attention.errors import ContractError
 
 F64 = torch.float64
-NEG_INF = float("-inf")
 
 
 def make(total, world, chunk, uneven=False):
@@ -44,15 +44,10 @@ def whole(tensors, indices, dout, sink, **options):
     """Out, lse and gradients of q, k, v and the sink, pair by pair in one softmax over all tokens."""
     leaves = [x.clone().requires_grad_() for x in (*tensors, sink)]
     q, k, v, sink = leaves
-    group = q.shape[1] // k.shape[1]
-    number = torch.arange(len(k))
-    seen = (indices[..., None] == number).any(2).permute(1, 0, 2).repeat_interleave(group, 0)
-    logits = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(group, 1)) * options["softmax_scale"]
-    logits = options["softcap"] * torch.tanh(logits / options["softcap"])
-    mass = torch.where(seen, logits, NEG_INF).exp()
-    total = mass.sum(2) + sink.exp().sum(0)[:, None]
-    out = torch.einsum("hqk,khd->qhd", mass / total[..., None], v.repeat_interleave(group, 1))
-    return [out.detach(), total.log().t().detach(), *torch.autograd.grad(out, leaves, dout)]
+    seen = (indices[..., None] == torch.arange(len(k))).any(2).permute(1, 0, 2)
+    seen = seen.repeat_interleave(q.shape[1] // k.shape[1], 0)
+    out, lse, _ = dense_attention(q, k, v, seen, options["softmax_scale"], options["softcap"], sink)
+    return [out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, dout)]
 
 
 @settings(max_examples=30, deadline=None, print_blob=True)

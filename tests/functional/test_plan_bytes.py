@@ -6,13 +6,12 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
-import sys
 import weakref
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from bytes_oracle import reached_bytes
 
 from magi_attention.comm.collectives.hierarchical import join_nodes
 from magi_attention.comm.transport.base import SingleTransport
@@ -30,9 +29,6 @@ from magi_attention.meta.fused_layout import FusedLayout
 from magi_attention.meta.plan import Plan
 from magi_attention.meta.planner import PlanOptions, build_plan
 from magi_attention.testing.masks import random_slices
-
-sys.path.insert(0, str(Path(__file__).parent))
-from bytes_oracle import reached_bytes  # noqa: E402
 
 TOTAL = 41
 
