@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from magi_attention.common.group_spec import GroupSpec
+from magi_attention.common.two_level.nodes import Nodes
 
 # per rank: input rows, input splits, destinations, output splits, sources, expected output rows
 WORKED_EXAMPLE = [
@@ -80,3 +81,17 @@ def contributions(plan: WorldPlan, partials: list[np.ndarray], rank: int) -> lis
             if s == rank:
                 found[row].append(partials[j][i])
     return found
+
+
+def everybody(world: int, rows: int) -> list[GroupSpec]:
+    """Each rank sends its rows to all others."""
+    others = [[d for d in range(world) if d != r] for r in range(world)]
+    return [
+        GroupSpec.make(r, world, [rows], [others[r]], [rows] * (world - 1), others[r]) for r in range(world)
+    ]  # fmt: skip
+
+
+def scattered_nodes(sizes, rng: np.random.Generator) -> Nodes:
+    """Nodes of these sizes whose ranks follow one another, or not."""
+    labels = np.repeat(np.arange(len(sizes)), sizes)
+    return Nodes.of((rng.permutation(labels) if rng.random() < 0.3 else labels).tolist())

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from comm_oracle import WorldPlan, random_plan
+from comm_oracle import WorldPlan, everybody, random_plan
 from cpu_verbs import CpuFactory, cast, reduce
 
 from magi_attention import api
@@ -378,14 +378,6 @@ def check_end(ranks: Ranks, others: Ranks, say: Callable[[str], None]) -> list[s
 
 
 # ---- a rank that ends -----------------------------------------------------------------------------------------------
-def everybody(world: int, rows: int) -> list[GroupSpec]:
-    """Each rank sends its rows to all others."""
-    others = [[d for d in range(world) if d != r] for r in range(world)]
-    return [
-        GroupSpec.make(r, world, [rows], [others[r]], [rows] * (world - 1), others[r]) for r in range(world)
-    ]  # fmt: skip
-
-
 def end_in_an_exchange(rank: int, world: int, node_size: int, size: Size, verb: str, timeout_s: float) -> None:
     """The last rank ends right before its launch of ``verb`` in a cast; all others must name it, and end."""
     victim, specs = world - 1, everybody(world, 300)

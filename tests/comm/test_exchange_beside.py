@@ -11,15 +11,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from comm_oracle import cast_rows, random_plan
-from cpu_verbs import CpuFactory, compiled
+from comm_oracle import cast_rows, everybody, random_plan
+from cpu_verbs import CpuFactory
 from test_two_level_transfers import draw_group_ends
 
 from magi_attention.comm.collectives.wire import RowPack
 from magi_attention.comm.exchange.beside import ExchangeBeside
 from magi_attention.comm.exchange.choice import exchange_group
 from magi_attention.comm.transport.fake import FakeWorld
-from magi_attention.common.group_spec import GroupSpec
 from magi_attention.common.two_level.nodes import Nodes
 from magi_attention.common.two_level.transfers import Region, plan_transfers
 from magi_attention.errors import PeerFailureError
@@ -27,11 +26,6 @@ from magi_attention.native import abi
 
 CPU, SHAPES, BEHIND, EPOCHS = torch.device("cpu"), ((2, 8), (3, 16)), 5, 4
 EPOCH, PUT_DONE, SIGNAL, CTAS = 0, 1, 4, 68  # words of a buffer of one rank, as symm.h numbers them
-
-
-@pytest.fixture(scope="module")
-def library(compile_folder) -> str:
-    return compiled(compile_folder)
 
 
 class Attention:
@@ -126,9 +120,7 @@ def test_ranks_that_wait_for_one_another_name_the_rank_that_died(library, tmp_pa
     """Rank 2 dies in epoch 1, so ranks 0 and 1 lack its credit and send nothing in epoch 2. Each of the two finds first
     that the other one sends nothing."""
     nodes, rows = Nodes.of_sizes((2, 1), range(3)), 16
-    others = [[d for d in range(3) if d != r] for r in range(3)]
-    specs = [GroupSpec.make(r, 3, [rows], [others[r]], [rows] * 2, others[r]) for r in range(3)]
-    plan = plan_transfers(specs, nodes)
+    plan = plan_transfers(everybody(3, rows), nodes)
     texts: dict[int, str] = {}
 
     def main(t):

@@ -13,7 +13,8 @@ from functools import partial
 
 import pytest
 import torch
-from cpu_verbs import CpuFactory, cast, compiled, reduce
+from comm_oracle import everybody
+from cpu_verbs import CpuFactory, cast, reduce
 
 from magi_attention.comm.exchange import verbs
 from magi_attention.comm.exchange.arena import Arena
@@ -30,11 +31,6 @@ NODES = Nodes.of_sizes((2,), range(4))
 FOLDERS = itertools.count()
 
 
-@pytest.fixture(scope="module")
-def library(compile_folder) -> str:
-    return compiled(compile_folder)
-
-
 @pytest.fixture
 def new_folder(tmp_path):
     def make():
@@ -43,12 +39,6 @@ def new_folder(tmp_path):
         return folder
 
     return make
-
-
-def everybody(rows: int) -> list[GroupSpec]:
-    """Each rank of 4 sends its rows to all others."""
-    others = [[d for d in range(4) if d != r] for r in range(4)]
-    return [GroupSpec.make(r, 4, [rows], [others[r]], [rows] * 3, others[r]) for r in range(4)]
 
 
 # ---- the vote -------------------------------------------------------------------------------------------------------
@@ -159,7 +149,7 @@ def test_memory_grows_with_plans_and_goes_with_the_group(library, new_folder):
         verbs = factory.verbs
         assert (group.held_bytes, verbs.held) == (0, 0), "nothing before the first plan"
         for rows in (4, 64, 4):
-            exchange, x = NodeExchange(group, plan_transfers(everybody(rows), NODES)), torch.ones(rows, 8)
+            exchange, x = NodeExchange(group, plan_transfers(everybody(4, rows), NODES)), torch.ones(rows, 8)
             cast(exchange, [x])
             sizes.append(verbs.held)
             assert exchange.cache.nbytes > 0, "tables are counted"
@@ -248,7 +238,7 @@ def texts_of(library, tmp_path_factory):
     nodes = Nodes.of_sizes((4, 1), range(5))
     reads_only = {2: [1]}  # rank 1 needs rows of rank 2 alone
     fans_out = {4: [0, 1], 2: [0], 0: [3]}
-    worlds = {death: partial(die, victim=death[0], launch=death[1], needs=everybody(5)) for death in DEATHS}
+    worlds = {death: partial(die, victim=death[0], launch=death[1], needs=everybody(4, 5)) for death in DEATHS}
     worlds["chain"] = partial(chain, nodes=NODES, sends=reads_only, death=(2, "put", 1), program=cast_once)
     worlds["vain"] = partial(chain, nodes=nodes, sends=fans_out, death=(1, "put", 2), program=go_on_in_vain)
     with ThreadPoolExecutor(len(worlds)) as pool:

@@ -4,16 +4,9 @@
 from __future__ import annotations
 
 import logical_nodes
-import pytest
-from cpu_verbs import compiled
 from logical_nodes import Size
 
 from magi_attention.testing.spawn import run_processes
-
-
-@pytest.fixture(scope="module")
-def library(compile_folder) -> str:
-    return compiled(compile_folder)
 
 
 def test_plans_late_ranks_attention_and_a_rank_that_ends(library, tmp_path):

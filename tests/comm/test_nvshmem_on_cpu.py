@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels of an exchange over nodes, compiled for the CPU: threads for ranks, and a network that reorders puts."""
+"""The kernels of an exchange over nodes for the CPU: threads for ranks, and a network that reorders puts."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from comm_oracle import WorldPlan, cast_rows, contributions, random_plan
-from cpu_verbs import CpuFactory, cast, compiled, reduce
+from comm_oracle import WorldPlan, cast_rows, contributions, random_plan, scattered_nodes
+from cpu_verbs import CpuFactory, cast, reduce
 
 from magi_attention.comm.collectives.group import group_reduce
 from magi_attention.comm.collectives.reduce import reduce_arrived
@@ -18,16 +18,10 @@ from magi_attention.comm.exchange.choice import exchange_group
 from magi_attention.comm.exchange.node_exchange import NodeExchange, why_rows_stay
 from magi_attention.comm.transport.fake import FakeWorld
 from magi_attention.common.group_spec import GroupSpec
-from magi_attention.common.two_level.nodes import Nodes
 from magi_attention.common.two_level.transfers import plan_transfers
 
 CPU = torch.device("cpu")
 FOLDERS = itertools.count()
-
-
-@pytest.fixture(scope="module")
-def library(compile_folder) -> str:
-    return compiled(compile_folder)
 
 
 def run(library, folder, nodes, main, seed=0, timeout_s=600.0, **options):
@@ -48,8 +42,7 @@ def run(library, folder, nodes, main, seed=0, timeout_s=600.0, **options):
 def draw(seed, sizes, sparse=False):
     """Nodes of these sizes, and casts over them."""
     rng = np.random.default_rng(seed)
-    labels = np.repeat(np.arange(len(sizes)), sizes)
-    nodes = Nodes.of((rng.permutation(labels) if rng.random() < 0.3 else labels).tolist())
+    nodes = scattered_nodes(sizes, rng)
     casts = (random_plan(seed + 1000 * i, nodes.world, max_splits=5) for i in range(1000))
     few = (c for c in casts if not sparse or 4 <= sum(map(len, c.routes)) <= 14)  # so that ranks run apart
     return nodes, few, int(rng.integers(1, 6))

@@ -4,7 +4,7 @@ run them, over a network that delays and reorders."""
 
 import numpy as np
 import pytest
-from comm_oracle import random_plan
+from comm_oracle import random_plan, scattered_nodes
 
 from magi_attention.common.two_level.nodes import Nodes
 from magi_attention.common.two_level.traffic import direct_rows, two_level_rows
@@ -18,8 +18,7 @@ def draw(seed, sizes, count=1, max_splits=4):
     """``count`` casts over nodes of these sizes, whose ranks follow one another or not, and their transfer plans, of
     which half have groups."""
     rng = np.random.default_rng(seed)
-    labels = np.repeat(np.arange(len(sizes)), sizes)
-    nodes = Nodes.of((rng.permutation(labels) if rng.random() < 0.3 else labels).tolist())
+    nodes = scattered_nodes(sizes, rng)
     casts = [random_plan(seed * 8 + i, nodes.world, max_splits) for i in range(count)]
     ends = [draw_group_ends(rng, cast) if rng.random() < 0.5 else None for cast in casts]
     return nodes, casts, [plan_transfers(c.specs, nodes, int(rng.integers(1, 5)), e) for c, e in zip(casts, ends)]
