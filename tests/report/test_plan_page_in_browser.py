@@ -20,10 +20,11 @@ from magi_attention.tools.report.plan_page import plan_page
 
 pytestmark = needs_browser
 
-# Everything that the page knows of each setting, for all tokens and pairs.
+# Everything that the page knows of each setting, for all tokens and pairs, and the pairs in windows.
 KNOWLEDGE = """
+const windows = %s.map((w) => PLAN.slices.reduce((sum, slice) => sum + pairsIn(slice, ...w), 0));
 const tokens = [...Array(PLAN.tokens).keys()];
-return PLAN.settings.map((setting) => {
+const settings = PLAN.settings.map((setting) => {
   openSetting(setting);
   const ranks = [...Array(setting.cp).keys()];
   return {
@@ -36,6 +37,7 @@ return PLAN.settings.map((setting) => {
     pairs: tokens.map((q) => tokens.map((k) => sliceAt(PLAN.slices, q, k))),
   };
 });
+return [settings, windows];
 """
 
 
@@ -43,12 +45,16 @@ return PLAN.settings.map((setting) => {
 def test_the_page_knows_the_plans(seed, tmp_path):
     mask = random_mask(seed, 120)
     settings = {(s.plan.cp_size, s.degree): s.plan for s in settings_of(mask)}
-    found = ask(tmp_path, plan_page(settings_of(mask), ""), KNOWLEDGE)
+    windows = np.sort(np.random.default_rng(seed).integers(-5, mask.total_q + 5, (200, 2, 2)), axis=2)
+    windows = windows.reshape(-1, 4).tolist()
+    found, counts = ask(tmp_path, plan_page(settings_of(mask), ""), KNOWLEDGE % json.dumps(windows))
+    whole = mask.to_dense()
+    assert counts == [int(whole[max(a, 0) : max(b, 0), max(c, 0) : max(d, 0)].sum()) for a, b, c, d in windows]
     assert len(found) == len(settings)
     for knows in found:
         plan = settings[knows["cp"], knows["name"]]
         dense = np.array(knows["pairs"]) >= 0
-        assert (dense == mask.to_dense()).all()
+        assert (dense == whole).all()
         tokens = np.arange(mask.total_q)
         owner = plan.owner_of(tokens)
         assert [p["rank"] for p in knows["places"]] == owner.tolist()
@@ -107,18 +113,6 @@ def check_rank(plan, rank: int, knows: dict, dense: np.ndarray) -> None:
             assert move["start"] <= key < move["end"] and move["to"] == rank and move["stage"] == stage
             assert sent.tolist() == received.tolist() == list(range(move["start"], move["end"]))
     assert [t is None for t in knows["transfers"][rank]] == [s in (-1, None) for s in stage_of]
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_pairs_in_windows(seed, tmp_path):
-    mask = random_mask(seed + 100)
-    rng = np.random.default_rng(seed)
-    windows = np.sort(rng.integers(-5, mask.total_q + 5, (200, 2, 2)), axis=2).reshape(-1, 4).tolist()
-    script = "return %s.map((w) => PLAN.slices.reduce((sum, slice) => sum + pairsIn(slice, ...w), 0));"
-    found = ask(tmp_path, plan_page(settings_of(mask), ""), script % json.dumps(windows))
-    dense = mask.to_dense()
-    expected = [int(dense[max(a, 0) : max(b, 0), max(c, 0) : max(d, 0)].sum()) for a, b, c, d in windows]
-    assert found == expected
 
 
 # The colour in the middle of every token, of a view in which a token is many pixels.
