@@ -14,7 +14,10 @@
 #include <thread>
 #include <vector>
 
-#include "cuda_types_on_cpu.h"
+#include "cuda_bf16.h"
+#include "cuda_fp16.h"
+
+#define __shared__ static
 
 // Not `cpu`, as elsewhere: equal names of inline variables are one variable in a whole process.
 namespace wired {

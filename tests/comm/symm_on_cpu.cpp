@@ -18,7 +18,10 @@
 
 #include <pthread.h>
 
-#include "cuda_types_on_cpu.h"
+#include "cuda_bf16.h"
+#include "cuda_fp16.h"
+
+#define __shared__ static
 
 namespace cpu {
 struct Index {
@@ -120,7 +123,6 @@ inline bool __any_sync(unsigned, bool mine) {
 inline void __syncwarp() {
   vote(0, [](const int*) { return 0; });
 }
-inline int __ffs(uint32_t word) { return __builtin_ffs(static_cast<int>(word)); }
 inline void __nanosleep(unsigned) { std::this_thread::yield(); }
 inline void __threadfence() { std::atomic_thread_fence(std::memory_order_seq_cst); }
 inline void __threadfence_block() { __threadfence(); }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The attention kernels for Hopper beside keys that arrive, on the CPU, see
-// tests/kernels/hopper_on_cpu/README.md: forward, backward, and the sum of what other ranks add.
+// tests/kernels/emulator/README.md: forward, backward, and the sum of what other ranks add.
 // test_one_launch_nodes.py writes symm_reduce.cuh, the kernel of that sum without its launcher.
 #define MAGI_VARIANTS_ON_CPU                                  \
   MAGI_VARIANT(fwd, bf16, 64, 64, magi_ffa_fwd_bf16_d64_dv64) \

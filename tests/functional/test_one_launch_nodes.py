@@ -36,7 +36,7 @@ from magi_attention.testing.masks import random_slices
 from magi_attention.testing.spawn import RankFailure, run_processes
 from magi_attention.testing.waiting import DEADLINE_S
 
-sys.path += [str(Path(__file__).parents[1] / name) for name in ("comm", "kernels")]
+sys.path += [str(Path(__file__).parents[1] / name) for name in ("comm", "kernels/harness")]
 from cpu_verbs import CpuFactory, compiled  # noqa: E402
 from hopper_library import FLAGS, STAND_INS, hopper_on_cpu  # noqa: E402
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Backwards that take up one document after the other: with atomic dq, where the first writer stores, and in
 deterministic mode, with m-blocks of either size; under masks that would not choose it, too. That masks do:
-``tests/kernels/test_schedule.py``."""
+``tests/kernels/schedule``."""
 
 from __future__ import annotations
 

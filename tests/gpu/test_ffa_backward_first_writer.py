@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Backwards in which the first writer of a block of dq stores, with m-blocks of either size: the tests of the others
 once more, where masks would not choose it, too, and with dq written at once where a block has a single contribution.
-That masks do: ``tests/kernels/test_schedule.py``."""
+That masks do: ``tests/kernels/schedule``."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``deterministic=True`` where some tiles are split by query heads: right, and the same bits beside whatever else runs.
 
-Which tiles is forced here; how they are chosen is for ``tests/kernels/test_tile_splits.py``.
+Which tiles is forced here; how they are chosen is for ``tests/kernels/schedule``.
 """
 
 from __future__ import annotations

@@ -1,13 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fixtures of the tests that call the public function on simulated kernels."""
+"""Oracles and harnesses are found by all tests of kernels; fixtures of those that call the public function on simulated
+kernels."""
 
 from __future__ import annotations
 
-import pytest
-from ffa_simulator import public_backend
-from known_case import KNOWN, Case
+import sys
+from pathlib import Path
 
-from magi_attention.testing.libraries import host_or_skip, planner_or_skip
+import pytest
+
+sys.path[:0] = [str(Path(__file__).parent / name) for name in ("oracles", "harness")]
+from ffa_simulator import public_backend  # noqa: E402
+from known_case import KNOWN, Case  # noqa: E402
+
+from magi_attention.testing.libraries import host_or_skip, planner_or_skip  # noqa: E402
 
 
 @pytest.fixture(scope="session")

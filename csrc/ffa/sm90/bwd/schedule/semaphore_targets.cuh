@@ -60,8 +60,8 @@
 //
 // See bwd/schedule/simulate.cuh for which order fits a plan and when work tiles are expected to
 // start, bwd/schedule/plan_reader.cuh for traversals, bwd/producer/dq_store.cuh for the waits.
-// tests/kernels/test_semaphore_order.py runs these files on the CPU, and magi_waits_check shows
-// that nobody waits for ever.
+// tests/kernels/schedule/test_semaphore_order.py runs these files on the CPU, and
+// magi_waits_check shows that nobody waits for ever.
 #pragma once
 
 #include "ffa/sm90/bwd/params.h"

@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Schedules that the planner library chooses: there is a kernel for each, what is split ends sooner, and a mask is
+asked about once."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+import numpy as np
+import pytest
+from schedule_oracle import NARROW, WIDE, end_of, plan_of, segments_of, steps_of
+
+from magi_attention.common.mask import Mask
+from magi_attention.common.slices import SliceTable
+from magi_attention.kernels import AttnOptions
+from magi_attention.kernels.ffa import schedule as schedule_module
+from magi_attention.kernels.ffa.arrival import Pace
+from magi_attention.kernels.ffa.peer_kv import TILE, RemoteKeys, RemoteMask
+from magi_attention.kernels.ffa.schedule import select_schedule
+from magi_attention.native import abi
+from magi_attention.native.schedule import NONE, BwdSchedule
+from magi_attention.native.tile_plan import TilePlan
+from magi_attention.testing import masks
+from magi_attention.testing.libraries import compiled_or_skip, csrc_or_skip, planner_or_skip
+
+SOURCE = Path(__file__).with_name("workspace_on_cpu.cpp")
+NUM_SMS = 132
+
+
+@pytest.fixture(scope="module", autouse=True)
+def planner():
+    planner_or_skip()
+
+
+@pytest.fixture(scope="module")
+def launcher(compile_folder) -> ctypes.CDLL:
+    """The launcher's own answers."""
+    csrc = csrc_or_skip()
+    found = compiled_or_skip(compile_folder / "workspace", [SOURCE], [csrc, csrc / "include"], "-O1")
+    found.workspace_of.restype = ctypes.c_int64
+    return found
+
+
+def random_mask(rng: np.random.Generator, total: int) -> Mask:
+    kind = int(rng.integers(0, 5))
+    if kind == 0:
+        return Mask.full(total) if rng.random() < 0.5 else Mask.causal(total)
+    if kind == 1:
+        return Mask.sliding_window(total, (int(rng.integers(0, 2000)), 0))
+    if kind == 2:
+        return Mask.block_sparse(rng.random((32, 32)) < 0.4, 128)
+    if kind == 3:
+        return Mask(SliceTable(masks.random_slices(rng, total, total, max_slices=8)), total, total)
+    return random_documents(rng, total, causal=rng.random() < 0.5)
+
+
+def random_documents(rng: np.random.Generator, total: int, causal: bool = False) -> Mask:
+    length = int(rng.choice((64, 500, 512, 1280, 2048)))
+    edges = rng.integers(1, total, int(rng.integers(1, 12))) if rng.random() < 0.7 else np.arange(0, total, length)
+    inside = np.unique(edges[(edges > 0) & (edges < total)]).tolist()
+    return Mask.varlen([0, *inside, total], causal=causal)
+
+
+def single_share(mask: Mask, block_m: int) -> float:
+    """The share of m-blocks that one segment of one tile visits."""
+    plan = plan_of(mask.slices, mask.total_q, mask.total_k)
+    visits = np.zeros(-(-mask.total_q // block_m), dtype=int)
+    for tile in range(len(plan.tiles)):
+        for first, end in segments_of(plan, tile, block_m):
+            visits[first:end] += 1
+    return float((visits == 1).mean())
+
+
+def params_of(mask: Mask, found: BwdSchedule, heads, dim: int, options: AttnOptions, **fields) -> abi.FfaBwdParams:
+    mode = abi.DQ_DETERMINISTIC if options.deterministic else abi.DQ_FIRST_WRITER
+    given = dict(
+        total_q=mask.total_q, total_k=mask.total_k, heads_q=heads[0], heads_kv=heads[1], head_dim=dim, head_dim_v=dim,
+        dq_mode=mode, grad_dtype=abi.BF16, softcap=options.softcap, block_m=found.block_m,
+        num_head_splits=found.num_head_splits, split_begin=found.split.begin, split_end=found.split.end,
+        splits_per_split_tile=found.split.parts,
+    )  # fmt: skip
+    return abi.FfaBwdParams(**{**given, **fields})
+
+
+def check_choice(launcher, mask: Mask, found: BwdSchedule, heads, dim: int, options: AttnOptions) -> None:
+    group, is_counted = heads[0] // heads[1], options.deterministic or found.first_writer
+    most = 128 if dim <= 64 and not is_counted else 80 if 64 < dim <= 128 else 64
+    assert found.block_m in ({64, most} if options.is_plain else {64})
+    assert found.num_head_splits == 0 or group % found.num_head_splits == 0
+    assert not (options.deterministic and found.first_writer)
+    if found.split != NONE:
+        assert options.deterministic and (found.block_m, found.by_document, found.num_head_splits) == (80, False, 0)
+        assert launcher.may_split(ctypes.byref(params_of(mask, found, heads, dim, options)), NUM_SMS)
+    if found.direct_dq_store:
+        assert is_counted and options.is_plain and single_share(mask, found.block_m) >= 0.1
+        assert launcher.can_store_direct(ctypes.byref(params_of(mask, found, heads, dim, options)))
+        for other in ({"grad_dtype": abi.FP32}, {"accumulate": 1}, {"softcap": 1.0}, {"dq_mode": abi.DQ_ATOMIC}):
+            params = params_of(mask, found, heads, dim, options, **other)
+            assert not launcher.can_store_direct(ctypes.byref(params)), other
+
+
+def test_there_is_a_kernel_for_what_is_chosen(launcher):
+    """Of random masks and shapes; and each way is chosen somewhere."""
+    met, draws = set(), np.random.default_rng(11)
+    for _ in range(400):
+        seed = int(draws.integers(1 << 30))
+        rng = np.random.default_rng(seed)
+        mask = random_mask(rng, int(rng.choice((100, 1000, 2500, 4096, 5120, 8192, 9000))))
+        heads_kv = int(rng.choice((1, 4, 8, 16)))
+        if rng.random() < 0.4:  # a work tile or two for each SM
+            heads_kv = max(300 * 128 // mask.total_k, 1)
+        heads, dim = (heads_kv * int(rng.choice((1, 2, 3, 4, 8))), heads_kv), int(rng.choice((40, 64, 128, 128, 256)))
+        options = AttnOptions(
+            0.3, deterministic=rng.random() < 0.5, softcap=float(rng.choice((0.0, 0.0, 0.0, 8.0)))
+        )
+        shapes = (mask.total_q, heads[0], dim), (mask.total_k, heads[1], dim)
+        found = select_schedule(*shapes, mask.slices, options, NUM_SMS)
+        print(f"{seed=} {heads=} {dim=} {options.deterministic=} {options.softcap=} {found}")
+        check_choice(launcher, mask, found, heads, dim, options)
+        met |= {name for name, value in found._asdict().items() if value not in (0, NONE)} | {found.block_m}
+        assert select_schedule(*shapes, SliceTable(mask.slices.array), options, NUM_SMS) == found, "no clock is read"
+    assert met == {*BwdSchedule._fields, 64, 80, 128}
+
+
+@pytest.mark.parametrize("softcap", (0.0, 1.0), ids=("tiles", "halves of all"))
+def test_what_is_split_ends_sooner(softcap):
+    """By another simulation. With softcap no kernel splits single tiles, so all are halved or none."""
+    met = set()
+    for seed in range(40):
+        rng = np.random.default_rng(seed)
+        heads_kv, group = int(rng.choice((2, 4, 8, 16))), int(rng.choice((4, 6, 8) if softcap else (2, 4, 8, 16)))
+        total = 128 * int(rng.integers(19 * NUM_SMS // 10, 3 * NUM_SMS)) // heads_kv
+        mask = random_documents(rng, total)
+        options = AttnOptions(0.3, deterministic=True, softcap=softcap)
+        found = select_schedule((total, heads_kv * group, 128), (total, heads_kv, 128), mask.slices, options, NUM_SMS)
+        plan = plan_of(mask.slices, total, total)
+        run = (0, len(plan.tiles), 2) if found.num_head_splits == 2 else found.split
+        met.add(run != NONE)
+        if run == NONE:
+            continue
+        block_m, start, gain = (NARROW, 3.0, 0.95) if softcap else (WIDE, 1.9, 0.98)
+        steps, ends = steps_of(plan, block_m)[plan.order] * group, []
+        for parts_of_run in (1, run[2]):
+            parts = [parts_of_run if run[0] <= place < run[1] else 1 for place in range(len(steps))]
+            work = [count / n + start for count, n in zip(steps, parts) for _ in range(n * heads_kv)]
+            ends.append(end_of(work, NUM_SMS))
+        assert ends[1] < gain * ends[0] + 1e-9, f"{seed=} {found}"
+    assert met == {False, True}
+
+
+def test_what_was_chosen_is_kept_with_the_mask(monkeypatch):
+    """The choice, and the plan that it was made by, also when a launch has taken that."""
+    mask, made, choose, plans, build = Mask.varlen([0, 3000, 7680]), [], schedule_module.choose, [], TilePlan.build
+    monkeypatch.setattr(schedule_module, "choose", lambda *a: made.append(a) or choose(*a))
+    monkeypatch.setattr(TilePlan, "build", lambda *a: plans.append(a) or build(*a))
+    shapes = (7680, 64, 128), (7680, 8, 128)
+    options = [AttnOptions(0.3), AttnOptions(0.3, deterministic=True), AttnOptions(0.3, softcap=1.0)]
+    first = [select_schedule(*shapes, mask.slices, x, NUM_SMS) for x in options]
+    TilePlan.of_table(mask.slices, 7680, 7680, 128, 2, is_transposed=True)
+    again = [select_schedule(*shapes, mask.slices, x, NUM_SMS) for x in options]
+    assert all(a is b for a, b in zip(first, again)) and len(made) == 3
+    select_schedule(*shapes, mask.slices, options[0], 264)  # machines may have GPUs of two kinds
+    assert len(made) == 4 and len(plans) == 1
+
+
+@pytest.mark.parametrize("deterministic", (False, True))
+@pytest.mark.parametrize("queries, keys", ((0, 8192), (8192, 0), (8192, 8192)))
+def test_nothing_to_do(queries, keys, deterministic):
+    options = AttnOptions(0.3, deterministic=deterministic)
+    found = select_schedule((queries, 64, 128), (keys, 8, 128), SliceTable([]), options, NUM_SMS)
+    assert found == BwdSchedule(64, 0)
+
+
+def beside_remote(local: int, rows, remote: int, heads=(64, 8)) -> list[BwdSchedule]:
+    """Schedules of a rank with so many keys of others behind its own, by default and in deterministic order."""
+    arrivals, pace = np.zeros(remote // TILE, dtype=np.int32), Pace(np.array([1e-3]))
+    mask = RemoteMask(SliceTable(np.array(rows)), local, local, arrivals, pace, 0)
+    shapes = (local, heads[0], 128), (local, heads[1], 128)
+    options = [AttnOptions(0.3, deterministic=is_deterministic) for is_deterministic in (False, True)]
+    return [select_schedule(*shapes, RemoteKeys(mask, b""), x, NUM_SMS) for x in options]
+
+
+def test_nothing_is_split_beside_keys_of_other_ranks():
+    """There is no kernel for that; dq of a block with a single contribution waits there, too. Otherwise the choice is
+    as if all keys were local: here halves of causal documents of 2,048, whose first half is another rank's."""
+    for seed in range(20):
+        rng = np.random.default_rng(seed)
+        local, remote = 128 * int(rng.integers(1, 40)), 128 * int(rng.integers(1, 100))
+        rows = masks.random_slices(rng, local, local + remote, max_slices=12, drop=0.0)
+        heads_kv = int(rng.choice((1, 4, 8)))
+        for found in beside_remote(local, rows, remote, (8 * heads_kv, heads_kv)):
+            assert not found.num_head_splits and found.split == NONE and not found.direct_dq_store, seed
+    starts = range(0, 8192, 1024)
+    pairs = [[[q, q + 1024, 8192 + q, 9216 + q, 0], [q, q + 1024, q, q + 1024, 1]] for q in starts]
+    rows, shapes = [row for pair in pairs for row in pair], ((8192, 64, 128), (16384, 8, 128))
+    options = [AttnOptions(0.3, deterministic=is_deterministic) for is_deterministic in (False, True)]
+    as_local = [select_schedule(*shapes, SliceTable(np.array(rows)), x, NUM_SMS) for x in options]
+    assert beside_remote(8192, rows, 8192) == as_local and as_local[0].first_writer
+
+
+def test_what_may_not_be_split(launcher):
+    def may(begin: int, end: int, parts: int, heads=(64, 8), tokens: int = 4096, mode=abi.DQ_DETERMINISTIC) -> bool:
+        fields = dict(dq_mode=mode, split_begin=begin, split_end=end, splits_per_split_tile=parts)
+        options = AttnOptions(0.3, deterministic=True)
+        params = params_of(Mask.full(tokens), BwdSchedule(WIDE, 0), heads, 128, options, **fields)
+        return bool(launcher.may_split(ctypes.byref(params), NUM_SMS))
+
+    assert may(0, 32, 2) and may(31, 32, 8) and may(3, 5, 4, heads=(32, 8))
+    for run in ((0, 33, 2), (5, 5, 2), (6, 5, 2), (-1, 5, 2), (0, 5, 1), (0, 5, 3), (0, 5, 16), (0, 5, 0)):
+        assert not may(*run), run
+    assert not may(0, 5, 8, heads=(32, 8)) and not may(0, 5, 2, heads=(48, 8)), "groups of four and of six"
+    assert not may(0, 5, 2, mode=abi.DQ_ATOMIC) and not may(0, 5, 2, mode=abi.DQ_FIRST_WRITER)
+    assert not may(0, 5, 2, tokens=2048), "heads are split anyway"
+    assert not may(0, 5, 2, tokens=128 * 1025) and not may(0, 256, 2, tokens=32768), "too many tiles, too many parts"
+
+
+def test_memory_of_a_backward(launcher):
+    """dq_accum with the offsets and deltas of its rows; in deterministic mode 0.1% more, and what is split."""
+
+    def bytes_of(tokens: int, mode: int, *split: int) -> int:
+        fields = dict(zip(("split_begin", "split_end", "splits_per_split_tile"), split))
+        call = Mask.full(tokens), BwdSchedule(WIDE, 0), (64, 8), 128, AttnOptions(0.3)
+        return launcher.workspace_of(ctypes.byref(params_of(*call, dq_mode=mode, **fields)), NUM_SMS)
+
+    wanted = 4 * (-(-32768 // WIDE) * WIDE) * 64 * (128 + 2)
+    for mode, most in ((abi.DQ_FIRST_WRITER, 1.0005), (abi.DQ_DETERMINISTIC, 1.001)):
+        assert wanted < bytes_of(32768, mode) < most * wanted
+    # 4K: a quarter of the tiles in four parts, dk and dv of each in float32.
+    for mode, parts in ((abi.DQ_FIRST_WRITER, 0), (abi.DQ_DETERMINISTIC, 4 * 8 * 8 * 128 * 2 * 128 * 4)):
+        more = bytes_of(4096, mode, 16, 24, 4) - bytes_of(4096, mode)
+        assert parts <= more <= 1.05 * parts

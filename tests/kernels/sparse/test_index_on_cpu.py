@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Hopper kernels of index attention, compiled for the CPU, against the reference in float64; and those that make
+its lists, against the torch operations."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from index_on_cpu import IndexCall, IndexLibraryOnCpu, run_on_the_cpu
+
+from magi_attention.kernels.index_attn import ffa, prepare_ffa
+from magi_attention.kernels.index_attn.prepare import blocks_op, prepare_indices, prepare_op
+
+SOURCE = Path(__file__).with_name("index_on_cpu.cpp")
+ENTRIES = ("fwd", "bwd", "tiles", "has_variant", "sum", "prepare", "blocks")
+BF16, FP16 = torch.bfloat16, torch.float16
+# dtype, tokens, keys, query heads, kv heads, head dims, entries, then block sizes and bounds
+CASES = {
+    "64 heads": (BF16, 3, 150, 64, 1, 128, 128, 140, {}),
+    "8 heads on 2": (BF16, 3, 90, 8, 2, 72, 56, 70, {}),
+    "128 heads": (BF16, 3, 400, 128, 1, 128, 120, 300, {}),
+    "96 heads": (BF16, 2, 300, 96, 1, 128, 128, 129, {}),
+    "64 heads, small": (FP16, 3, 200, 128, 2, 64, 64, 130, {}),
+    "128 heads, small": (FP16, 3, 300, 256, 2, 64, 40, 260, {}),
+    "blocks of 128": (FP16, 200, 300, 2, 2, 64, 64, 2, {"q_block_size": 128, "k_block_size": 128}),
+    "blocks of 64": (FP16, 150, 250, 1, 1, 64, 48, 3, {"q_block_size": 64, "k_block_size": 64}),
+    "4 heads, blocks of 8 and 24": (FP16, 21, 90, 8, 2, 64, 64, 3, {"q_block_size": 8, "k_block_size": 24}),
+    "2 heads, blocks of 192": (BF16, 200, 210, 2, 1, 64, 64, 2, {"q_block_size": 192, "k_block_size": 100}),
+    "blocks within bounds": (FP16, 3, 200, 24, 2, 64, 64, 4, {"k_block_size": 16, "bounds": True}),
+}
+
+
+@pytest.fixture(scope="module")
+def library(compile_folder) -> IndexLibraryOnCpu:
+    return IndexLibraryOnCpu(compile_folder / "index", SOURCE, ENTRIES)
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu(monkeypatch, library) -> None:
+    run_on_the_cpu(monkeypatch, library)
+    monkeypatch.setenv("MAGI_ATTENTION_INDEX_FORWARD", "gather")
+    monkeypatch.setenv("MAGI_ATTENTION_INDEX_BACKWARD", "queries")
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
+
+
+def draw(case: tuple, seed: int) -> IndexCall:
+    """With a list of no keys and one of few."""
+    print(f"seed {seed}")
+    dtype, tokens, keys, heads_q, heads_kv, dim, dim_v, width, blocks = case
+    blocks = dict(blocks)
+    q_block, k_block = blocks.get("q_block_size", 1), blocks.get("k_block_size", 1)
+    gen, num_lists = torch.Generator().manual_seed(seed), -(-tokens // q_block)
+    shapes = ((tokens, heads_q, dim), (keys, heads_kv, dim), (keys, heads_kv, dim_v), (tokens, heads_q, dim_v))
+    operands = [torch.randn(s, generator=gen).to(dtype) for s in shapes]
+    if blocks.pop("bounds", False):
+        blocks["k_start"] = torch.randint(0, 50, (num_lists,), generator=gen)
+        blocks["k_end"] = torch.randint(60, keys + 1, (num_lists,), generator=gen)
+    most = -(-keys // k_block) - (4 if "k_start" in blocks else 0)
+    indices = torch.randint(0, most, (num_lists, heads_kv, width), generator=gen, dtype=torch.int32)
+    if num_lists > 2:
+        indices[0, 0] = -1
+        indices[1, -1, int(torch.randint(1, width, (1,), generator=gen)) :] = -1
+    return IndexCall(*operands, prepare_indices(indices, keys, **blocks))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_both_directions(library, name):
+    call = draw(CASES[name], 1)
+    library.use(2, 1)
+    call.check_forward()
+    call.check_backward()
+
+
+def test_forward_has_the_same_bits_whatever_lies_in_shared_memory(library):
+    """The seed also draws what lies there. Few rows of a tile are used, and rows are rescaled together."""
+    call, found = draw((BF16, 3, 500, 8, 2, 72, 56, 400, {}), 5), []
+    for seed in range(6):
+        library.use(2, seed)
+        found.append(call.check_forward())
+    assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other))
+
+
+@pytest.mark.parametrize(
+    "name", ["8 heads on 2", "4 heads, blocks of 8 and 24", "2 heads, blocks of 192", "blocks within bounds"]
+)
+def test_in_order_the_same_bits(library, name, monkeypatch):
+    """Shares of one list at a time; each call takes another order of threads."""
+    monkeypatch.setattr(ffa, "SHARES_BYTES", 1)
+    call, found = draw(CASES[name], 5), []
+    for seed in range(2):
+        library.use(2, seed)
+        found.append(call.check_backward(deterministic=True))
+    assert all(torch.equal(a, b) for a, b in zip(*found))
+    for deterministic in (False, True):
+        call.check_gradients_of_lse(deterministic)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(3, 2, 5, 9, 1), (2, 1, 300, 20_000, 1), (4, 1, 40, 33, 4), (1, 3, 1, 1, 1), (2, 2, 0, 5, 1)], ids=str
+)
+def test_prepared_lists(library, shape, dtype):
+    lists, heads, width, total_k, block = shape
+    seed = sum(shape)
+    print(f"seed {seed}")
+    gen = torch.Generator().manual_seed(seed)
+    library.use(2, seed)
+    most = -(-total_k // block)
+    for start in (None, torch.randint(0, total_k, (lists,), generator=gen)):
+        indices = torch.randint(-most // 3, most, (lists, heads, width), generator=gen).to(dtype)
+        if start is not None:  # those that begin behind the last key are none on a GPU, and an error here
+            first = indices.long() * block + start[:, None, None]
+            indices[first >= total_k] = -1
+        want = prepare_op(indices, total_k, block, start)
+        got = prepare_ffa.prepare(library, indices, total_k, block, start)
+        assert all(torch.equal(*pair) for pair in zip(got, want))
+    beyond = torch.full((1, 1, 3), most, dtype=dtype)
+    rows, counts = prepare_ffa.prepare(library, beyond, total_k, block, None)
+    assert rows.tolist() == [[[-1, -1, -1]]] and counts.tolist() == [[0]]
+
+
+@pytest.mark.parametrize("shape", [(5, 2, 70), (9, 1, 32), (1, 1, 1), (3, 2, 0)], ids=str)
+def test_lists_of_blocks(library, shape):
+    gen = torch.Generator().manual_seed(sum(shape))
+    for share in (0.0, 0.3, 1.0):
+        blocks = torch.rand(shape, generator=gen) < share
+        assert all(torch.equal(*pair) for pair in zip(prepare_ffa.of_blocks(library, blocks), blocks_op(blocks)))
