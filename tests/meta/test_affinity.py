@@ -124,25 +124,6 @@ def test_the_choice_can_be_overridden():
     assert [sorted(p) for p in solution.bucket_partitions] == [[0, 1], [2, 3]]
 
 
-@pytest.mark.parametrize("seed", range(10))
-def test_topp_heap_by_its_definition(seed):
-    """Longest first to the rank that shares most keys, among half of those with room, the least loaded ones."""
-    rng = random.Random(seed)
-    k, n = rng.choice([2, 4]), rng.choice([4, 8, 12])
-    work = rng.sample(range(1, 100), n)
-    ranges = [random_ranges(rng) for _ in work]
-    loads, held, parts = [0] * k, [set() for _ in range(k)], [[] for _ in range(k)]
-    for job in sorted(range(n), key=lambda i: -work[i]):
-        free = sorted((b for b in range(k) if len(parts[b]) < n // k), key=lambda b: (loads[b], b))[: k // 2]
-        best = max(free, key=lambda b: len(held[b] & points(ranges[job])))
-        loads[best] += work[job]
-        held[best] |= points(ranges[job])
-        parts[best].append(job)
-    jobs = DispatchJob.from_job_list(work, [IOUAffinity(r) for r in ranges])
-    solution = DispatchSolver(ToppHeapDispatchAlg(top_p=0.5)).solve(DispatchData(jobs, k))
-    assert solution.bucket_partitions == parts and solution.minimax_workload == max(loads)
-
-
 def test_jobs_are_checked():
     with pytest.raises(AssertionError, match="workload -1"):
         DispatchJob.from_job_list([1, -1])

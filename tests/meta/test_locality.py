@@ -10,9 +10,7 @@ from magi_attention.api import Mask
 from magi_attention.common.slices import SliceTable
 from magi_attention.config import DispatchConfig, DistAttnConfig, LocalityDispatchAlg, MinHeapDispatchAlg
 from magi_attention.errors import ContractError
-from magi_attention.meta.chunking import Cut, chunk_bounds
 from magi_attention.meta.planner import build_plan
-from magi_attention.meta.solver.locality import Areas, lower_bound, order_of_chunks, swap_down, two_ended
 from magi_attention.testing.masks import random_slices
 
 
@@ -92,38 +90,6 @@ def test_the_default() -> None:
     default = build_plan(mask.slices, 4096, 4)
     named = build_plan(mask.slices, 4096, 4, config=DistAttnConfig(DispatchConfig(alg=LocalityDispatchAlg())))
     assert DispatchConfig().alg == LocalityDispatchAlg() and default.fingerprint == named.fingerprint
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_ranks_from_two_ends(seed: int) -> None:
-    """Any areas in any order: either nothing is found, or all ranks have their number and are below the limit."""
-    print("seed", seed)
-    rng = np.random.default_rng(seed)
-    world, size = int(rng.integers(2, 30)), int(rng.integers(2, 40))
-    work = (rng.pareto(1.5, size=world * size + int(rng.integers(0, world))) * 1000).astype(np.int64)
-    limit = int(1.01 * lower_bound(work, world))
-    parts = two_ended(Areas(work.tolist()), rng.permutation(len(work)).tolist(), world, limit)
-    if parts is not None:
-        assert sorted(c for part in parts for c in part) == list(range(len(work)))
-        assert all(0 < len(part) <= size + 1 for part in parts)
-        assert len(work) % world or {len(part) for part in parts} == {size}
-        assert max(int(work[part].sum()) for part in parts) <= limit
-    assert two_ended(Areas(work.tolist()), list(range(len(work))), len(work), limit) is None  # a chunk each: no choice
-
-
-def test_swaps_bring_ranks_below_the_limit() -> None:
-    parts = swap_down([[0, 1], [2, 3], [4, 5]], Areas([9, 5, 4, 2, 4, 3]), 11)
-    assert parts is not None and sorted(sum(parts, [])) == list(range(6))
-    assert max(sum([9, 5, 4, 2, 4, 3][c] for c in part) for part in parts) <= 11
-    assert swap_down([[0, 1], [2, 3]], Areas([9, 9, 9, 9]), 17) is None
-
-
-def test_chunks_are_ordered_by_density_of_their_document() -> None:
-    # Chunks 0 and 1 are of one document, as their largest pieces begin with key 0; chunk 2 has little to do.
-    pieces = np.array([[0, 4, 0, 4, 1], [4, 8, 0, 8, 0], [4, 8, 5, 8, 0], [8, 9, 8, 9, 0]])
-    cut = Cut(pieces, np.array([0, 1, 1, 2]), chunk_bounds(16, 4))
-    order = order_of_chunks(cut.document, np.array([10, 44, 1, 0]))
-    assert order.tolist() == [3, 2, 0, 1]
 
 
 def test_bad_cost() -> None:

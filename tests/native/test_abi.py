@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from magi_attention.native import abi, index_abi, schedule_abi
+from magi_attention.native.comm import abi as comm_abi
 from magi_attention.testing.waiting import DEADLINE_S
 
 INCLUDE = Path(__file__).resolve().parents[2] / "csrc" / "include"
-HEADERS = tuple(INCLUDE / "magi" / name for name in ("abi.h", "symm.h", "schedule.h", "index.h"))
 STRUCTS = {
     "magi_tile_plan_header": abi.TilePlanHeader,
     "magi_tile_desc": abi.TileDesc,
@@ -115,14 +115,26 @@ def test_addresses_are_the_tail_of_the_parameters():
     assert ctypes.sizeof(abi.TileSegment) == 4 * abi.SEGMENT_WORDS
 
 
-def test_every_function_of_the_headers_is_bound_with_as_many_arguments():
-    text = re.sub(r"/\*.*?\*/", "", "".join(h.read_text() for h in HEADERS), flags=re.DOTALL)
+LIBRARIES = {  # headers, what is bound, and functions of another header that a library has, too
+    "kernels and planner": (
+        ("abi.h", "symm.h", "schedule.h", "index.h"),
+        {
+            **abi.PLANNER_FUNCTIONS, **abi.FFA_FUNCTIONS, **abi.REMOTE_FUNCTIONS, **abi.PORTABLE_FUNCTIONS,
+            **abi.COMMON_FUNCTIONS, **index_abi.FUNCTIONS,
+        },
+        set(),
+    ),
+    "NVSHMEM": (("comm.h",), comm_abi.COMM_FUNCTIONS, set()),
+    "GIN": (("gin.h",), comm_abi.GIN_FUNCTIONS, {f"magi_comm_{x}" for x in ("put", "relay", "wait", "sum", "end")}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_every_function_of_the_headers_is_bound_with_as_many_arguments(name):
+    headers, bound, others = LIBRARIES[name]
+    text = re.sub(r"/\*.*?\*/", "", "".join((INCLUDE / "magi" / h).read_text() for h in headers), flags=re.DOTALL)
     declared = dict(re.findall(r"MAGI_EXPORT [\w\s*]*?\b(magi_\w+)\(([^)]*)\)", text))
-    bound = {
-        **abi.PLANNER_FUNCTIONS, **abi.FFA_FUNCTIONS, **abi.REMOTE_FUNCTIONS, **abi.PORTABLE_FUNCTIONS,
-        **abi.COMMON_FUNCTIONS, **index_abi.FUNCTIONS,
-    }  # fmt: skip
-    assert set(declared) == set(bound)
-    for name, arguments in declared.items():
+    assert set(declared) | others == set(bound)
+    for function, arguments in declared.items():
         count = 0 if arguments.strip() == "void" else arguments.count(",") + 1
-        assert len(bound[name][1]) == count, name
+        assert len(bound[function][1]) == count, function

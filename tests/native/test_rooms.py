@@ -28,3 +28,10 @@ def test_a_room_includes_what_lies_below_it(room) -> None:
     for path in files:
         for name in re.findall(r'^#include "([^"]+)"', path.read_text(), re.MULTILINE):
             assert name.startswith(ROOMS[room]), f"{path.relative_to(CSRC)} includes {name}"
+
+
+@pytest.mark.parametrize(("library", "file"), [("nccl", "gin"), ("nvshmem", "nvshmem")])
+def test_only_one_file_includes_a_network(library, file) -> None:
+    pattern = rf"#include [<\"]{library}"
+    found = [p.relative_to(CSRC).as_posix() for p in toolchain.source_files(CSRC) if re.search(pattern, p.read_text())]
+    assert found == [f"comm/networks/{file}/verbs.cuh"]

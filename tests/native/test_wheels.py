@@ -38,11 +38,11 @@ def test_record_of_a_file(tmp_path):
     assert info.parse('{"name": "x", "version": "1", "abi": 2, "later": 3}') == info.BuildInfo("x", "1", 2)
 
 
-def test_record_of_a_built_library(tmp_path):
+def test_record_of_a_built_library(tmp_path, tree):
     """What the compiler put in is what was told, quotes and all; the library and the file say the same."""
     release = info.Release('rev "1"', "magi-attention-x", "1.2")
     try:
-        job = build.planner_job(toolchain.find_csrc())
+        job = build.planner_job(tree)
         job = dataclasses.replace(job, archs=("sm_1", "sm_2"))
         built = build.build(job, tmp_path / "build", tmp_path / toolchain.library_file("planner"), release=release)
     except BuildError as error:

@@ -18,6 +18,7 @@ from magi_attention.kernels import SdpaBackend
 from magi_attention.kernels.dropout import Dropout
 from magi_attention.kernels.ffa.plans import DEVICE_PLANS
 from magi_attention.kernels.types import AttnOptions, Operands, Partial
+from magi_attention.native import abi
 from magi_attention.native.tile_plan import TilePlan
 from magi_attention.testing import masks
 from magi_attention.testing.libraries import planner_or_skip
@@ -159,3 +160,11 @@ def test_dropout(hopper, seed):
         out, lse, _ = hopper.backend.forward_final(Operands(x.q, x.k, x.v, x.slices, options, dropout=mask))
         torch.testing.assert_close(out.double(), want.out, rtol=0.03, atol=0.03, msg=f"{seed=}")
         torch.testing.assert_close(lse.double(), want.lse, rtol=3e-5, atol=3e-5, msg=f"{seed=}")
+
+
+def test_which_kernels_there_are(hopper):
+    has = hopper.backend.library.has
+    held = [(d, dv) for d in (8, 136, 192, 200) for dv in (64, 192, 200) if has("fwd", abi.FP16, d, dv)]
+    assert held == [(d, dv) for d in (8, 136, 192) for dv in (64, 192)]
+    assert has("fwd", abi.BF16, 256, 256) and not has("fwd", abi.BF16, 264, 64) and not has("fwd", abi.BF16, 0, 64)
+    assert not has("bwd", abi.BF16, 64, 64) and not has("fwd", abi.FP32, 64, 64)

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import logging
-import shutil
 from pathlib import Path
 
 import pytest
@@ -19,9 +18,8 @@ from magi_attention.kernels import AttnOptions, Problem, Registry, SdpaBackend
 from magi_attention.kernels.ffa import custom_ops
 from magi_attention.kernels.ffa import libraries as ffa_libraries
 from magi_attention.kernels.ffa.backend import FfaBackend
-from magi_attention.kernels.ffa.libraries import FfaLibraries
 from magi_attention.kernels.types import BackwardOperands, Operands
-from magi_attention.native import abi, build, jit, loader, toolchain
+from magi_attention.native import jit
 from magi_attention.native.ffa import FfaLibrary
 from magi_attention.testing.libraries import planner_or_skip
 
@@ -201,67 +199,3 @@ def test_a_compilation_that_fails_names_backend_kernel_and_remedy(monkeypatch):
     monkeypatch.setenv("MAGI_ATTENTION_FORCE_JIT_BUILD", "1")
     with pytest.raises(BuildError, match="MAGI_ATTENTION_FORCE_JIT_BUILD=1 passes over"):
         ffa.forward_final(Operands(*inputs(32, 32, dims=(24, 24)), SLICES, OPTIONS))
-
-
-LAUNCH_SOURCE = """
-#include "ffa/sm90/peer_kv.h"
-namespace magi { struct bf16; struct fp16; }
-template <int D, int DV> __global__ void kernel(float* x) { x[threadIdx.x] *= D + DV; }
-#define MAGI_FFA_FWD_INSTANCE(TYPE, D, DV, STEM)                                                         \\
-  extern "C" magi_status magi_ffa_##STEM(const magi_ffa_fwd_params* params, const magi_ffa_remote*) {    \\
-    kernel<D, DV><<<1, 32>>>((float*)params->out);                                                       \\
-    return MAGI_OK;                                                                                      \\
-  }                                                                                                      \\
-  extern "C" magi_status magi_ffa_##STEM##_workspace(const magi_ffa_fwd_params*, int64_t*) { return MAGI_OK; }
-"""
-
-
-def sources_without_kernels(csrc: Path) -> Path:
-    """A copy of the sources with the real dispatcher, a kernel that is compiled at once, and stubs beside it."""
-    shutil.copytree(ROOT / "csrc", csrc, ignore=shutil.ignore_patterns("inst", "range_ops"))
-    for path in (*csrc.glob("comm/symm/*.cu"), *csrc.glob("ffa/plan/*.cu")):
-        path.unlink()
-    (csrc / "ffa" / "sm90" / "fwd" / "launch.cuh").write_text(LAUNCH_SOURCE)
-    beside = [name for name in (*abi.FFA_FUNCTIONS, *abi.REMOTE_FUNCTIONS) if not name.startswith("magi_ffa")]
-    exported = 'extern "C" __attribute__((visibility("default"))) long long'
-    text = "".join(f"{exported} {name}() {{ return 0; }}\n" for name in beside)
-    (csrc / "ffa" / "sm90" / "beside.cu").write_text(text)
-    return csrc
-
-
-@pytest.mark.nightly
-def test_a_part_of_the_manifest_with_the_real_compiler(tmp_path, monkeypatch, caplog):
-    for require in (toolchain.require_nvcc, toolchain.require_ninja):
-        try:
-            require()
-        except BuildError as error:
-            pytest.skip(str(error))
-    monkeypatch.setenv("MAGI_ATTENTION_WORKSPACE_BASE", str(tmp_path / "base"))
-    jit._load_variant.cache_clear()
-    csrc = sources_without_kernels(tmp_path / "csrc")
-    monkeypatch.setattr(toolchain, "find_csrc", lambda: csrc)
-    build.build_all("ffa", variants=["fwd_bf16_d128_dv128"], lib=tmp_path / "lib", csrc=csrc)
-    ahead = FfaLibrary(loader.load("ffa_sm90", tmp_path / "lib"))
-    held = [(d, dv) for d in (8, 64, 128, 136) for dv in (64, 128, 256) if ahead.has("fwd", abi.BF16, d, dv)]
-    assert held == [(8, 64), (8, 128), (64, 64), (64, 128), (128, 64), (128, 128)]
-    assert not any(ahead.has(*x, 64, 64) for x in (("fwd", abi.FP16), ("bwd", abi.BF16), ("fwd", abi.FP32)))
-    assert not ahead.has("fwd", abi.BF16, 0, 64) and not ahead._library.magi_ffa_has_variant(2, abi.BF16, 64, 64)
-    libraries = FfaLibraries(ahead)
-    assert libraries.why_not(("fwd",), torch.bfloat16, 256, 128) is None
-    with caplog.at_level(logging.WARNING, logger="magi_attention.native"):
-        assert libraries.get("fwd", torch.bfloat16, 128, 128) is ahead and not caplog.records
-        got = libraries.get("fwd", torch.bfloat16, 256, 128)  # a tile outside the manifest
-        (record,) = caplog.records
-        assert "fwd_bf16_d256_dv128" in record.getMessage() and str(tmp_path / "base") in record.getMessage()
-        assert got.has("fwd", abi.BF16, 256, 128) and not got.has("fwd", abi.BF16, 256, 256)
-        assert got.forward_address != ahead.forward_address
-        assert got.tile(abi.BF16, 8, 2, 256, 128) == ahead.tile(abi.BF16, 8, 2, 128, 128)
-        # Another process without a compiler: the cache is enough for this one, and for no other.
-        jit._load_variant.cache_clear()
-        monkeypatch.setattr(toolchain, "find_nvcc", lambda: None)
-        other = FfaLibraries(None, "Nothing is built ahead here.")
-        assert other.why_not(("fwd",), torch.bfloat16, 256, 128) is None
-        assert other.get("fwd", torch.bfloat16, 256, 128).forward_address == got.forward_address
-        assert "need nvcc" in other.why_not(("fwd", "bwd"), torch.bfloat16, 256, 128)
-        assert len(caplog.records) == 1
-    jit._load_variant.cache_clear()

@@ -78,26 +78,29 @@ def test_slices_that_the_device_leaves_out_are_left_out():
         assert table_from_host_ranges(q, k, types, 9, 11).array.tolist() == want, f"seed {seed}"
 
 
+def check_gradients(seed: int) -> None:
+    """Of the public function with a mask that no other test has, as schedules are kept with equal ones."""
+    print(f"seed {seed}")
+    slices = SliceTable(masks.random_slices(np.random.default_rng(7000 + seed), 48, 48, max_slices=6))
+    q, k, v = (x.requires_grad_() for x in inputs(48, 48, seed=seed))
+    out, _ = flex_flash_attn_func(q, k, v, *tensors(slices))
+    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(seed)).to(out.dtype)
+    got = torch.autograd.grad(out, (q, k, v), dout)
+    exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    want_out, _ = ref_attn_func(*exact, torch.from_numpy(Mask(slices, 48, 48).to_dense()))
+    for a, b in zip(got, torch.autograd.grad(want_out, exact, dout.double())):
+        torch.testing.assert_close(a.double(), b, rtol=3e-2, atol=3e-2)
+
+
 @pytest.mark.parametrize("where", ["late", "at once"])
 def test_backward_of_the_public_function_follows_what_the_host_knows(monkeypatch, where):
     """Right with either schedule; whether the device planned the mask of the backward tells which one ran."""
     ffa, simulator = public_backend(monkeypatch)
     ffa.runtime.has_caught_up = where == "at once"
     for seed in range(6):
-        rng = np.random.default_rng(seed)
-        slices = SliceTable(masks.random_slices(rng, 48, 48, max_slices=6))
-        mask = tensors(slices)
-        q, k, v = (x.requires_grad_() for x in inputs(48, 48, seed=seed))
         before = simulator.transposed
-        out, _ = flex_flash_attn_func(q, k, v, *mask)
-        dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(seed)).to(out.dtype)
-        got = torch.autograd.grad(out, (q, k, v), dout)
+        check_gradients(seed)
         assert simulator.transposed - before == (0 if where == "at once" else 1)
-        exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
-        want_out, _ = ref_attn_func(*exact, torch.from_numpy(Mask(slices, 48, 48).to_dense()))
-        print(f"seed {seed}")
-        for a, b in zip(got, torch.autograd.grad(want_out, exact, dout.double())):
-            torch.testing.assert_close(a.double(), b, rtol=3e-2, atol=3e-2)
 
 
 def test_deterministic_backwards_do_not_depend_on_what_the_host_knows(monkeypatch):
@@ -141,19 +144,7 @@ def test_backwards_are_right_with_the_schedule_of_another_mask(monkeypatch):
     """The ranges of every other mask are late."""
     monkeypatch.setattr(schedule_module, "_choose", lambda *_: BwdSchedule(64, 0, first_writer=True))
     ffa, simulator = public_backend(monkeypatch)
-    modes = []
     for seed in range(8):
         ffa.runtime.has_caught_up = seed % 2 == 0
-        # Slices that no other test has: schedules are kept with equal ones.
-        slices = SliceTable(masks.random_slices(np.random.default_rng(7000 + seed), 48, 48, max_slices=6))
-        q, k, v = (x.requires_grad_() for x in inputs(48, 48, seed=seed))
-        out, _ = flex_flash_attn_func(q, k, v, *tensors(slices))
-        dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(seed)).to(out.dtype)
-        got = torch.autograd.grad(out, (q, k, v), dout)
-        modes.append(simulator.backward_calls[-1].dq_mode)
-        exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
-        want_out, _ = ref_attn_func(*exact, torch.from_numpy(Mask(slices, 48, 48).to_dense()))
-        print(f"seed {seed}")
-        for a, b in zip(got, torch.autograd.grad(want_out, exact, dout.double())):
-            torch.testing.assert_close(a.double(), b, rtol=3e-2, atol=3e-2)
-    assert modes == [abi.DQ_FIRST_WRITER] * 8
+        check_gradients(100 + seed)
+    assert [call.dq_mode for call in simulator.backward_calls] == [abi.DQ_FIRST_WRITER] * 8

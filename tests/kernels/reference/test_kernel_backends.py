@@ -116,17 +116,6 @@ def test_extreme_sinks(backend, per_row, shift):
 
 
 @each_backend
-def test_large_logits_do_not_overflow(backend):
-    case = make_case(11, 65, 130, np.array([[0, 65, 0, 130, CAUSAL]]))
-    case.q *= 300
-    got = run(backend, case, torch.float32)
-    assert case.scale * case.q.abs().max() * case.k.abs().max() > 200
-    want = truth(case).tensors()
-    for name in ("out", "lse", "max_logits"):
-        assert_same(name, got[name], want[name], 2e-4)
-
-
-@each_backend
 @pytest.mark.parametrize("scale", [0.0, -0.4])
 @pytest.mark.parametrize("softcap", [0.0, 0.7])
 def test_a_scale_may_be_any_finite_number(backend, scale, softcap):

@@ -62,27 +62,6 @@ def waits(mask: RemoteMask, plan: TilePlan, tile: int) -> list[tuple[float, floa
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_tiles_go_by_slack_until_all_rows_are_there(seed: int) -> None:
-    planner_or_skip()
-    print("seed", seed)
-    mask = random_mask(seed)
-    plan, first = plan_of(mask, is_transposed=False)
-    assert np.array_equal(np.sort(first), np.arange(len(plan.tiles)))
-    walks = [waits(mask, plan, tile) for tile in range(len(plan.tiles))]
-    slack = np.array([max([there - before for before, there in walk[:-1]], default=-np.inf) for walk in walks])
-    tiles_at_a_time = 116 * PACK / HEADS
-    began, ends = 0.0, 1.2 * mask.pace.signals.max()
-    by_cost = {tile: i for i, tile in enumerate(plan.order.tolist())}
-    step = TILE * 128 * PAIR  # blocks and tiles of the buffer do not begin together
-    for before, after in zip(first[:-1], first[1:]):
-        was, began = began, began + walks[before][-1][0] / tiles_at_a_time
-        if began < ends - 1e-9:
-            assert slack[before] <= slack[after] + step
-        elif was > ends + 1e-9:
-            assert by_cost[before] < by_cost[after]
-
-
-@pytest.mark.parametrize("seed", range(20))
 def test_tiles_of_keys_go_as_they_arrive(seed: int) -> None:
     planner_or_skip()
     print("seed", seed)
