@@ -137,4 +137,20 @@ void steps_of(int64_t* count, int32_t* counter, int32_t* target) {
   std::copy(found.counter.begin(), found.counter.end(), counter);
   std::copy(found.target.begin(), found.target.end(), target);
 }
+
+// Blocks `first` to `end` in the order of a traversal, and the place that each is said to have.
+// Returns how many there are, or -1 if more than there should be.
+int traverse(int first, int end, int traversal, int shift, int32_t* blocks, int32_t* places) {
+  const int2 range{first, end};
+  const auto how = static_cast<Traversal>(traversal);
+  const auto again = [&] { return range; };
+  int count = 0;
+  for (MBlockIter order(range, how, shift); order.left() > 0;
+       order.step(again, [&] { return how == Traversal::kDescending; })) {
+    if (count == end - first) return -1;
+    blocks[count] = order.block;
+    places[count++] = place_in_traversal(range, how, shift, order.block);
+  }
+  return count;
+}
 }

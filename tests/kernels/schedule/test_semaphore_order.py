@@ -169,6 +169,18 @@ def test_a_work_tile_that_is_taken_too_early_is_found(library):
         check_waits(waits.steps[::-1], waits.counters[backwards], waits.targets[backwards], waits.num_ctas)
 
 
+@pytest.mark.parametrize("traversal", range(3), ids=("ascending", "wrap", "descending"))
+def test_each_block_is_traversed_once(library, traversal):
+    """And has the place in the traversal that semaphore targets count with; descending from any block on, and round."""
+    for first, count in ((0, 1), (0, 7), (3, 1), (3, 2), (5, 40), (90, 33), (1000, 64)):
+        blocks, places = np.full((2, count), -7, dtype=np.int32)
+        for shift in (0, 1, 3, count - 1, count, 2 * count + 1, 700) if traversal == 2 else (0,):
+            at = (ctypes.c_void_p(x.ctypes.data) for x in (blocks, places))
+            assert library.traverse(first, first + count, traversal, shift, *at) == count, shift
+            assert sorted(blocks.tolist()) == list(range(first, first + count)), shift
+            assert places.tolist() == list(range(count)), shift
+
+
 # ---- the checker -----------------------------------------------------------------------------------------------------
 FAULTS = {  # steps of each work tile, counters and targets of all steps, CTAs, what is said
     "two start with the other's first target": ([2, 2], [0, 1, 1, 0], [1, 0, 1, 0], 2, "waits for ever"),
