@@ -13,6 +13,12 @@ def positions_of(ranges: np.ndarray) -> np.ndarray:
     return np.concatenate([np.arange(s, e) for s, e in ranges.tolist()] + [np.zeros(0, dtype=np.int64)])
 
 
+def least_work(plan: Plan) -> int:
+    """What the busiest rank has at least: written from the definition."""
+    work = sorted(plan.chunk_areas.tolist())
+    return max(-(-sum(work) // plan.cp_size), work[-1] + sum(work[: plan.num_chunks // plan.cp_size - 1]))
+
+
 def pair_counts(plan: Plan) -> np.ndarray:
     """How often every global (q, k) pair is computed, over all ranks and stages."""
     n = plan.padded_tokens

@@ -7,6 +7,7 @@ import pickle
 
 import numpy as np
 import pytest
+from plan_oracle import least_work
 
 from magi_attention.common.mask import Mask
 from magi_attention.common.slices import SliceTable
@@ -67,12 +68,6 @@ def random_nodes(rng: np.random.Generator, world: int) -> int | tuple[int, ...]:
     return tuple((rng.permutation(labels) if rng.integers(3) == 0 else labels).tolist())
 
 
-def bound(plan: Plan) -> int:
-    """What a rank has at least: written from the definition."""
-    work = sorted(plan.chunk_areas.tolist())
-    return max(-(-sum(work) // plan.cp_size), work[-1] + sum(work[: plan.num_chunks // plan.cp_size - 1]))
-
-
 def crossing(plan: Plan, nodes: Nodes) -> tuple[int, int]:
     """Rows over the network, straight to every rank and once to each node, from what ranks send one another."""
     specs = [plan.cast_spec(rank, 0) for rank in range(plan.cp_size)]
@@ -90,7 +85,7 @@ def check_contract(mask: Mask, world: int, chunk: int | None, nodes, uneven: boo
     heap = planned(mask.slices, mask.total_q, world, before.chunk_size, alg=MinHeapDispatchAlg(), uneven_shard=uneven)
     assert chunk is None or after.chunk_size == before.chunk_size
     assert uneven or {len(part) for part in after.partitions} == {after.num_chunks // world}
-    assert after.areas.max() <= max(int(1.01 * bound(after)), before.areas.max())
+    assert after.areas.max() <= max(int(1.01 * least_work(after)), before.areas.max())
     then, now, most = (plan.comm_matrix().sum(axis=0) for plan in (before, after, heap))
     assert now.sum() <= then.sum() and now.max() <= most.max()
     (straight, once), (straight_now, once_now) = (crossing(plan, after.nodes) for plan in (before, after))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from plan_oracle import least_work
 
 from magi_attention.api import Mask
 from magi_attention.common.slices import SliceTable
@@ -23,12 +24,6 @@ def packed(rng: np.random.Generator, total: int, documents: int, causal: bool = 
     return Mask.varlen(cuts.tolist(), causal=causal)
 
 
-def bound(plan) -> int:
-    """What a rank has at least: written from the definition."""
-    work = sorted(plan.chunk_areas.tolist())
-    return max(-(-sum(work) // plan.cp_size), work[-1] + sum(work[: plan.num_chunks // plan.cp_size - 1]))
-
-
 def check_against_min_heap(slices: SliceTable, total: int, world: int, chunk: int, uneven: bool = False):
     before = planned(slices, total, world, MinHeapDispatchAlg(), chunk, uneven)
     after = planned(slices, total, world, LocalityDispatchAlg(), chunk, uneven)
@@ -36,7 +31,7 @@ def check_against_min_heap(slices: SliceTable, total: int, world: int, chunk: in
     then, now = (plan.comm_matrix().sum(axis=0) for plan in (before, after))
     assert now.max() <= then.max() and now.sum() <= then.sum()
     if after.partitions != before.partitions:
-        assert after.areas.max() <= 1.01 * bound(after)
+        assert after.areas.max() <= 1.01 * least_work(after)
     return before, after
 
 

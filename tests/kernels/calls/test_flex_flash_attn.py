@@ -88,16 +88,6 @@ def test_only_some_inputs_need_gradients():
         assert not flex_flash_attn_func(q, k, v, *case.slices.tensors())[0].requires_grad
 
 
-def test_views_of_a_packed_projection():
-    case = make_case(4, 33, 33, np.array([[0, 33, 0, 33, 1]]), heads=(2, 2))
-    packed = torch.cat([case.q, case.k, case.v], dim=1).requires_grad_()
-    q, k, v = packed.split(2, dim=1)
-    out, _ = flex_flash_attn_func(q, k, v, *case.slices.tensors(), softmax_scale=case.scale)
-    (got,) = torch.autograd.grad(out, packed, case.dout.transpose(0, 1).contiguous().transpose(0, 1))
-    want = truth(case)
-    assert_same("dqkv", got, torch.cat([want.dq, want.dk, want.dv], dim=1), 1e-12)
-
-
 @pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
 def test_compiles_as_one_graph(compiler):
     case = make_case(6, 40, 50, np.array([[0, 40, 0, 50, 1]]), sink_shape=(2, 4))

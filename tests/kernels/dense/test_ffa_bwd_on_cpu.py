@@ -69,17 +69,25 @@ def random_inputs(seed: int, most: int, **options) -> Inputs:
     return make_inputs(seed, slices, tq, tk, HEADS[seed // 4 % 4], dims, dtype, "cpu", **options)
 
 
-def differentiate(hopper: HopperOnCpu, x: Inputs, dout: torch.Tensor, deterministic: bool = False) -> Grads:
-    forward = dense(x, torch.float64)
+def differentiate(hopper: HopperOnCpu, x: Inputs, dout, forward, deterministic: bool, delta=None) -> Grads:
+    """``forward``: what comes of ``x`` in float64. With ``delta`` out is NaN, as kernels do not read it."""
     out, lse = forward.out.to(x.q.dtype), forward.lse.float().contiguous()
+    out = out if delta is None else torch.full_like(out, float("nan"))
     options = replace(options_of(x), deterministic=deterministic)
-    return hopper.backend.backward_final(BackwardOperands(dout, x.q, x.k, x.v, out, lse, x.slices, options, x.sink))
+    saved = BackwardOperands(dout, x.q, x.k, x.v, out, lse, x.slices, options, x.sink, delta)
+    return hopper.backend.backward_final(saved)
 
 
-def check(hopper: HopperOnCpu, x: Inputs, seed: int, deterministic: bool = False) -> Grads:
+def check(hopper: HopperOnCpu, x: Inputs, seed: int, deterministic: bool = False, is_poisoned: bool = False) -> Grads:
+    """``is_poisoned``: queries that see nothing and keys that nobody sees hold NaN."""
     dout = make_dout(x, seed)
-    got = differentiate(hopper, x, dout, deterministic)
-    assert_grads(x, got, truth(x, dout), f"{seed=}")
+    want, forward = truth(x, dout), dense(x, torch.float64)
+    if is_poisoned:
+        seen = torch.from_numpy(to_dense(x.slices.array, len(x.q), len(x.k)))
+        for operand, rows in ((x.q, seen.any(1)), (dout, seen.any(1)), (x.k, seen.any(0)), (x.v, seen.any(0))):
+            operand[~rows] = float("nan")
+    got = differentiate(hopper, x, dout, forward, deterministic)
+    assert_grads(x, got, want, f"{seed=}")
     return got
 
 
@@ -116,11 +124,8 @@ def test_gradients_of_lse(hopper, seed):
         )
         for d in (delta, None)
     ]
-    poison, lse = torch.full_like(dout, float("nan")), forward.lse.float().contiguous()
     hopper.use((1, 2, 3)[seed], seed)
-    got = hopper.backend.backward_final(
-        BackwardOperands(dout, x.q, x.k, x.v, poison, lse, x.slices, options, x.sink, delta.float().contiguous())
-    )
+    got = differentiate(hopper, x, dout, forward, seed > 1, delta.float().contiguous())
     for name in ("dq", "dk", "dsink"):
         mine, want, without = (getattr(grads, name) for grads in (got, *wanted))
         if want is not None:
@@ -195,17 +200,8 @@ def test_what_unseen_rows_hold_does_not_matter(hopper, seed):
     slices = [[a, b, a, b, 1] for a, b in ((0, edges[0]), (edges[1], edges[2]), (edges[3], edges[4]))]
     dtype, dims = KINDS[seed % 2]
     x = make_inputs(seed, slices, 340, 340, HEADS[seed], dims, dtype, "cpu")
-    dout = make_dout(x, seed)
-    want = truth(x, dout)
-    unseen = torch.from_numpy(~to_dense(x.slices.array, 340, 340).any(0))  # the diagonal is seen, so by queries too
-    forward = dense(x, torch.float64)
-    out, lse = forward.out.to(x.q.dtype), forward.lse.float().contiguous()
-    for operand in (x.q, x.k, x.v, dout):
-        operand[unseen] = float("nan")
     hopper.use(1 + seed % 2, seed)
-    options = replace(options_of(x), deterministic=seed > 1)
-    got = hopper.backend.backward_final(BackwardOperands(dout, x.q, x.k, x.v, out, lse, x.slices, options, x.sink))
-    assert_grads(x, got, want, f"{seed=}")
+    check(hopper, x, seed, seed > 1, is_poisoned=True)
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -244,17 +240,8 @@ def test_m_blocks_of_128_of_small_head_dims(hopper, seed, monkeypatch):
     monkeypatch.setattr(ffa_backward, "select_schedule", lambda *_: BwdSchedule(128, 0))
     x = random_inputs(4 * seed + (0, 2)[seed % 2], 400)
     assert max(x.q.shape[2], x.v.shape[2]) <= 64
-    dout = make_dout(x, seed)
-    want, forward = truth(x, dout), dense(x, torch.float64)
-    out, lse = forward.out.to(x.q.dtype), forward.lse.float().contiguous()
-    seen = torch.from_numpy(to_dense(x.slices.array, len(x.q), len(x.k)))
-    for operand, rows in ((x.q, seen.any(1)), (dout, seen.any(1)), (x.k, seen.any(0)), (x.v, seen.any(0))):
-        operand[~rows] = float("nan")
     hopper.use(1 + seed % 3, seed)
-    got = hopper.backend.backward_final(
-        BackwardOperands(dout, x.q, x.k, x.v, out, lse, x.slices, options_of(x), x.sink)
-    )
-    assert_grads(x, got, want, f"{seed=}")
+    check(hopper, x, seed, is_poisoned=True)
 
 
 @pytest.mark.parametrize("seed", range(2))

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The kernels that assign semaphore targets, for the CPU, see emulator/README.md; and the
 // steps of the main kernel, with what each waits for: the loops of bwd/producer.cuh and the
-// look-ups of bwd/producer/{work_tiles,dq_store}.cuh, over the same functions.
+// look-ups of bwd/producer/{work_tiles,dq_store}.cuh, over the same functions. And in which order
+// the last kernel takes up blocks of dq.
 #include <vector>
 
 #include "device_calls.h"
@@ -152,5 +153,17 @@ int traverse(int first, int end, int traversal, int shift, int32_t* blocks, int3
     places[count++] = place_in_traversal(range, how, shift, order.block);
   }
   return count;
+}
+
+// Block, head and 64 columns of each of so many items. `sizes`: blocks, query heads, kv heads, kv
+// heads of an L2 group, and how often there are 64 columns.
+void items_of(const int32_t* sizes, int count, int32_t* items) {
+  const struct {
+    int32_t heads_q, heads_kv, heads_per_l2_group, dim_blocks;
+  } p{sizes[1], sizes[2], sizes[3], sizes[4]};
+  for (int number = 0; number < count; ++number, items += 3) {
+    const PostprocessItem x = postprocess_item(p, sizes[0], number);
+    items[0] = x.order_idx, items[1] = x.head, items[2] = x.d;
+  }
 }
 }

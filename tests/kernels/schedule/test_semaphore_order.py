@@ -181,6 +181,20 @@ def test_each_block_is_traversed_once(library, traversal):
             assert places.tolist() == list(range(count)), shift
 
 
+@pytest.mark.parametrize("sizes", ((7, 2, 40, 16, 2), (3, 1, 120, 44, 1), (1, 1, 1, 1, 4), (5, 8, 4, 4, 2)), ids=str)
+def test_the_last_kernel_takes_up_all(library, sizes):
+    """Each 64 columns of each head of each block once, one L2 group after the other, and in each by block; then
+    nothing, also behind a last L2 group of fewer heads."""
+    blocks, group, heads_kv, heads_per_l2_group, dims = sizes
+    heads, count = group * heads_kv, blocks * group * heads_kv * dims
+    words, found = np.array((blocks, heads, *sizes[2:]), dtype=np.int32), np.full((count + 5000, 3), -7, dtype=np.int32)
+    library.items_of(ctypes.c_void_p(words.ctypes.data), len(found), ctypes.c_void_p(found.ctypes.data))
+    assert (found[count:, 0] == -1).all() and len(np.unique(found[:count], axis=0)) == count
+    assert (found[:count] >= 0).all() and (found[:count].max(0) < (blocks, heads, dims)).all()
+    order = found[:count, 1] // (heads_per_l2_group * group) * blocks + found[:count, 0]
+    assert (np.diff(order) >= 0).all()
+
+
 # ---- the checker -----------------------------------------------------------------------------------------------------
 FAULTS = {  # steps of each work tile, counters and targets of all steps, CTAs, what is said
     "two start with the other's first target": ([2, 2], [0, 1, 1, 0], [1, 0, 1, 0], 2, "waits for ever"),

@@ -205,20 +205,6 @@ def test_without_the_wheel_it_says_what_to_install(monkeypatch):
         cudnn_flex._module.cache_clear()
 
 
-def test_wheels_go_first_on_blackwell_unless_ours_is_asked_for(wheel, flash, monkeypatch):
-    ffa = FfaBackend(portable=False)
-    monkeypatch.setattr(type(ffa), "why_not", lambda self, problem: None)
-    choice = Registry((ffa, flash, CudnnFlexBackend(), SdpaBackend()))
-    blackwell = replace(GOOD, capability=(10, 0))
-    for problem, explicit, name in ((GOOD, False, "ffa"), (blackwell, False, "cudnn_flex"), (blackwell, True, "ffa")):
-        chosen, why = choice.select(problem, "ffa", explicit=explicit)
-        assert chosen.name == name and why.endswith(".")
-    assert choice.select(blackwell, "sdpa")[0].name == "sdpa"
-    assert choice.select(replace(blackwell, options=AttnOptions(0.1, softcap=2.0)), "ffa")[0].name == "fa4"
-    both = AttnOptions(0.1, softcap=2.0, deterministic=True)
-    assert choice.select(replace(blackwell, options=both), "ffa")[0].name == "ffa"
-
-
 def test_wheels_that_are_not_in_question_are_not_loaded(monkeypatch):
     for module in (cudnn_flex, fa4_wheel):
         monkeypatch.setattr(module, "find_spec", lambda name: pytest.fail(f"{name} was looked for"))
