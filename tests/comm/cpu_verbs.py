@@ -20,7 +20,6 @@ from magi_attention.comm.exchange.verbs import FACTORY
 from magi_attention.testing.libraries import compiled_or_skip, csrc_or_skip
 
 SOURCE = Path(__file__).with_name("nvshmem_on_cpu.cpp")
-EMULATOR = Path(__file__).parents[1] / "kernels" / "emulator"  # has the types of CUDA
 HEADERS = (
     *("comm/exchange/verbs.cuh", "comm/networks/nvshmem/verbs.cuh"),
     *("comm/symm/accumulate.cuh", "comm/symm/signal.cuh"),
@@ -47,7 +46,7 @@ def compiled(folder: Path) -> str:
             (folder / name).write_text(for_the_cpu((csrc / name).read_text()))
 
     flags = ("-O1", "-std=c++20", "-pthread", "-Wno-unknown-pragmas", "-Wno-unused-function")
-    return compiled_or_skip(folder, [SOURCE], [folder, csrc / "include", EMULATOR], *flags, prepare=write_sources)._name
+    return compiled_or_skip(folder, [SOURCE], [folder, csrc / "include"], *flags, prepare=write_sources)._name
 
 
 def cast(exchange, inputs) -> list[torch.Tensor]:

@@ -14,8 +14,8 @@
 #include <thread>
 #include <vector>
 
-#include "cuda_bf16.h"
-#include "cuda_fp16.h"
+#include "../kernels/emulator/cuda_bf16.h"
+#include "../kernels/emulator/cuda_fp16.h"
 
 #define __shared__ static
 

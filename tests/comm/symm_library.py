@@ -17,7 +17,6 @@ from magi_attention.comm.transport.streams import OrderedStream
 from magi_attention.testing.libraries import compiled_or_skip, csrc_or_skip
 
 SOURCE = Path(__file__).with_name("symm_on_cpu.cpp")
-EMULATOR = Path(__file__).parents[1] / "kernels" / "emulator"  # has the types of CUDA
 HERE = tuple(f"comm/symm/{name}.cuh" for name in ("signal", "pipeline", "accumulate", "barrier"))
 PTX = r'asm volatile\("cp\.async\.bulk\.wait_group %0;" ::"n"\((\w+)\) : "memory"\);'
 
@@ -43,7 +42,7 @@ def compiled(folder: Path) -> ctypes.CDLL:
             (folder / "comm" / "symm" / file.name).write_text(for_the_cpu(file.read_text()))
 
     flags = ("-O1", "-pthread", "-Wno-unknown-pragmas", "-Wno-unused-function")
-    found = compiled_or_skip(folder, [SOURCE], [folder, csrc / "include", EMULATOR], *flags, prepare=write_sources)
+    found = compiled_or_skip(folder, [SOURCE], [folder, csrc / "include"], *flags, prepare=write_sources)
     found.control_bytes.restype = ctypes.c_int64
     return found
 

@@ -18,8 +18,8 @@
 
 #include <pthread.h>
 
-#include "cuda_bf16.h"
-#include "cuda_fp16.h"
+#include "../kernels/emulator/cuda_bf16.h"
+#include "../kernels/emulator/cuda_fp16.h"
 
 #define __shared__ static
 

@@ -9,9 +9,11 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from magi_attention.common.mask import Mask
 from magi_attention.common.slices import SliceTable
 from magi_attention.native.schedule_abi import TRAVERSAL_WRAP
 from magi_attention.native.tile_plan import TilePlan
+from magi_attention.testing import masks
 
 TILE, NARROW, WIDE = 128, 64, 80  # keys of a tile; queries of m-blocks
 
@@ -20,6 +22,30 @@ def plan_of(slices, total_q: int, total_k: int) -> TilePlan:
     """The transposed plan of a backward."""
     table = slices if isinstance(slices, SliceTable) else SliceTable(slices)
     return TilePlan.of_table(table, total_q, total_k, TILE, 2, is_transposed=True)
+
+
+def random_documents(rng: np.random.Generator, total: int, causal: bool = False) -> Mask:
+    """Of one length, or up to twelve of any."""
+    edges = rng.integers(0, total + 1, int(rng.integers(1, 12)))
+    if rng.random() < 0.3:
+        edges = np.arange(0, total, int(rng.choice((64, 500, 512, 1280, 2048))))
+    inside = np.unique(edges[(edges > 0) & (edges < total)]).tolist()
+    return Mask.varlen([0, *inside, total], causal=causal)
+
+
+def random_mask(rng: np.random.Generator, total: int) -> Mask:
+    kind = int(rng.integers(0, 6))
+    if kind == 0:
+        return Mask.full(total) if rng.random() < 0.5 else Mask.causal(total)
+    if kind == 1:
+        return Mask.sliding_window(total, (int(rng.integers(0, total)), 0))
+    if kind == 2:
+        block = -(-total // 32)
+        return Mask.block_sparse(rng.random((32, 32)) < 0.4, block)
+    if kind == 3:
+        rows = masks.random_slices(rng, total, total, max_slices=int(rng.integers(1, 12)))
+        return Mask(SliceTable(rows), total, total)
+    return random_documents(rng, total, causal=kind == 4)
 
 
 def segments_of(plan: TilePlan, tile: int, queries: int = WIDE) -> list[tuple[int, int]]:

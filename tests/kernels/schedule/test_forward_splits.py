@@ -24,28 +24,11 @@ def splits_of(blocks: np.ndarray, head_units: int, sms: int) -> ForwardSplits | 
     """Of a plan whose tiles see so many blocks of 128 keys."""
     rows = [[128 * i, 128 * i + 128, 0, 128 * count, 0] for i, count in enumerate(blocks.tolist())]
     plan = TilePlan.build(SliceTable(rows), 128 * len(blocks), 128 * int(blocks.max(initial=1)), 128, 2)
-    assert plan.tiles[plan.order, 5].tolist() == sorted(blocks.tolist(), reverse=True)
     return forward_splits(plan, head_units, sms)
 
 
-def parts_of(blocks: np.ndarray, splits: ForwardSplits | None) -> list[int]:
-    """Blocks of each work tile, in the order in which they are taken."""
-    found = []
-    for place, count in enumerate(blocks.tolist()):
-        is_split = splits is not None and place < splits.tiles
-        parts = min(splits.parts, max(1, count // splits.blocks)) if is_split else 1
-        found += [count * (i + 1) // parts - count * i // parts for i in range(parts)]
-    return found
-
-
-def last_end(work: list[int], head_units: int, sms: int) -> float:
-    """Each work tile is there once for each head unit."""
-    return end_of(np.repeat(work, head_units), sms)
-
-
 def test_the_last_work_tile_ends_sooner():
-    draws = np.random.default_rng(5)
-    num_split = 0
+    draws, num_split = np.random.default_rng(5), 0
     for _ in range(100):
         seed = int(draws.integers(1 << 30))
         rng = np.random.default_rng(seed)
@@ -54,22 +37,23 @@ def test_the_last_work_tile_ends_sooner():
         blocks[: rng.integers(0, 4)] = rng.integers(1, 2_000)
         blocks = np.sort(blocks)[::-1]
         splits = splits_of(blocks, head_units, sms)
-        whole, work = last_end(blocks.tolist(), head_units, sms), parts_of(blocks, splits)
-        note = f"seed {seed}: {tiles} tiles, {head_units} head units, {sms} SMs, {splits}"
-        assert sum(work) == blocks.sum() and min(work) >= 1, note
         if splits is None:
             continue
         num_split += 1
+        note = f"seed {seed}: {tiles} tiles, {head_units} head units, {sms} SMs, {splits}"
         assert 0 < splits.tiles <= tiles and 1 < splits.parts <= MOST_PARTS, note
+        work: list[int] = []  # blocks of each work tile, in the order in which they are taken
+        for place, count in enumerate(blocks.tolist()):
+            parts = min(splits.parts, max(1, count // splits.blocks)) if place < splits.tiles else 1
+            work += [count * (i + 1) // parts - count * i // parts for i in range(parts)]
+        assert min(work) >= 1, note
+        whole, end = (end_of(np.repeat(x, head_units), sms) for x in (blocks, work))
         share = blocks.sum() * head_units / sms
         # Nothing more is to be had where a tile has as many parts as there may be.
-        assert last_end(work, head_units, sms) <= max(2.1 * max(share, 8), blocks[0] / MOST_PARTS + share + 1), note
-        assert last_end(work, head_units, sms) < whole, note
+        assert end < whole and end <= max(2.1 * max(share, 8), blocks[0] / MOST_PARTS + share + 1), note
     assert num_split > 10
 
 
 def test_even_tiles_stay_whole():
-    assert splits_of(np.full(128, 64), 8, 132) is None
-    assert splits_of(np.arange(128, 0, -1), 8, 132) is None  # causal
-    assert splits_of(np.array([], dtype=np.int64), 8, 132) is None
-    assert splits_of(np.zeros(40, dtype=np.int64), 8, 132) is None
+    for blocks in (np.full(128, 64), np.arange(128, 0, -1), np.zeros(0, dtype=np.int64), np.zeros(40, dtype=np.int64)):
+        assert splits_of(blocks, 8, 132) is None

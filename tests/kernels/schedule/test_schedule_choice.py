@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from schedule_oracle import NARROW, WIDE, end_of, plan_of, segments_of, steps_of
+from schedule_oracle import NARROW, WIDE, end_of, plan_of, random_documents, random_mask, segments_of, steps_of
 
 from magi_attention.common.mask import Mask
 from magi_attention.common.slices import SliceTable
@@ -40,26 +40,6 @@ def launcher(compile_folder) -> ctypes.CDLL:
     found = compiled_or_skip(compile_folder / "workspace", [SOURCE], [csrc, csrc / "include"], "-O1")
     found.workspace_of.restype = ctypes.c_int64
     return found
-
-
-def random_mask(rng: np.random.Generator, total: int) -> Mask:
-    kind = int(rng.integers(0, 5))
-    if kind == 0:
-        return Mask.full(total) if rng.random() < 0.5 else Mask.causal(total)
-    if kind == 1:
-        return Mask.sliding_window(total, (int(rng.integers(0, 2000)), 0))
-    if kind == 2:
-        return Mask.block_sparse(rng.random((32, 32)) < 0.4, 128)
-    if kind == 3:
-        return Mask(SliceTable(masks.random_slices(rng, total, total, max_slices=8)), total, total)
-    return random_documents(rng, total, causal=rng.random() < 0.5)
-
-
-def random_documents(rng: np.random.Generator, total: int, causal: bool = False) -> Mask:
-    length = int(rng.choice((64, 500, 512, 1280, 2048)))
-    edges = rng.integers(1, total, int(rng.integers(1, 12))) if rng.random() < 0.7 else np.arange(0, total, length)
-    inside = np.unique(edges[(edges > 0) & (edges < total)]).tolist()
-    return Mask.varlen([0, *inside, total], causal=causal)
 
 
 def single_share(mask: Mask, block_m: int) -> float:
@@ -197,22 +177,6 @@ def test_nothing_is_split_beside_keys_of_other_ranks():
     options = [AttnOptions(0.3, deterministic=is_deterministic) for is_deterministic in (False, True)]
     as_local = [select_schedule(*shapes, SliceTable(np.array(rows)), x, NUM_SMS) for x in options]
     assert beside_remote(8192, rows, 8192) == as_local and as_local[0].first_writer
-
-
-def test_what_may_not_be_split(launcher):
-    def may(begin: int, end: int, parts: int, heads=(64, 8), tokens: int = 4096, mode=abi.DQ_DETERMINISTIC) -> bool:
-        fields = dict(dq_mode=mode, split_begin=begin, split_end=end, splits_per_split_tile=parts)
-        options = AttnOptions(0.3, deterministic=True)
-        params = params_of(Mask.full(tokens), BwdSchedule(WIDE, 0), heads, 128, options, **fields)
-        return bool(launcher.may_split(ctypes.byref(params), NUM_SMS))
-
-    assert may(0, 32, 2) and may(31, 32, 8) and may(3, 5, 4, heads=(32, 8))
-    for run in ((0, 33, 2), (5, 5, 2), (6, 5, 2), (-1, 5, 2), (0, 5, 1), (0, 5, 3), (0, 5, 16), (0, 5, 0)):
-        assert not may(*run), run
-    assert not may(0, 5, 8, heads=(32, 8)) and not may(0, 5, 2, heads=(48, 8)), "groups of four and of six"
-    assert not may(0, 5, 2, mode=abi.DQ_ATOMIC) and not may(0, 5, 2, mode=abi.DQ_FIRST_WRITER)
-    assert not may(0, 5, 2, tokens=2048), "heads are split anyway"
-    assert not may(0, 5, 2, tokens=128 * 1025) and not may(0, 256, 2, tokens=32768), "too many tiles, too many parts"
 
 
 def test_memory_of_a_backward(launcher):

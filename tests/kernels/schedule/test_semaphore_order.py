@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 from hopper_library import hopper_library
-from schedule_oracle import plan_of, segments_of
+from schedule_oracle import plan_of, random_mask, segments_of
 
 from magi_attention.common.mask import Mask
 from magi_attention.common.slices import SliceTable
@@ -19,7 +19,6 @@ from magi_attention.errors import ContractError
 from magi_attention.native import abi
 from magi_attention.native.schedule import WorkTileShape, check_waits, with_schedule
 from magi_attention.native.tile_plan import TilePlan
-from magi_attention.testing import masks
 from magi_attention.testing.libraries import planner_or_skip
 
 SOURCE = Path(__file__).with_name("semaphore_targets_on_cpu.cpp")
@@ -95,16 +94,8 @@ def check(library, call: Call, seed: int) -> Waits:
 
 def random_call(rng: np.random.Generator) -> Call:
     total = int(rng.integers(1, 2600))
-    kind = int(rng.integers(0, 4))
-    if kind == 0:
-        rows = masks.random_slices(rng, total, total, max_slices=int(rng.integers(1, 12)))
-        mask = Mask(SliceTable(rows), total, total)
-    elif kind == 1:
-        mask = Mask.sliding_window(total, (int(rng.integers(0, total)), 0))
-    else:
-        edges = np.unique(rng.integers(0, total + 1, int(rng.integers(1, 8))))
-        inside = edges[(edges > 0) & (edges < total)].tolist()
-        mask = Mask.varlen([0, *inside, total], causal=kind == 2)
+    mask = random_mask(rng, total)
+    total = mask.total_q
     heads_kv, dim = int(rng.choice((1, 2, 3, 8))), int(rng.choice((64, 128, 128)))
     block_m = 80 if dim == 128 and rng.random() < 0.5 else 64
     sms = int(rng.choice((1, 2, 5, 9, 24, 70, 132)))
