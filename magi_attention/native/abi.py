@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from ctypes import c_float, c_int32, c_int64, c_uint32, c_void_p
+from ctypes import c_int32, c_int64, c_void_p
 from typing import Any
+
+from magi_attention.native.c_struct import fields, strides
 
 ABI_VERSION = 26
 HOST_VERSION = 1  # of the Python module _magi_host, whose launches also follow ABI_VERSION
@@ -23,168 +25,116 @@ SEGMENT_WORDS = 32  # int32 words of a layer record before its (lo, hi) pairs
 class TilePlanHeader(ctypes.Structure):
     """``magi_tile_plan_header``: 28 int32 words at the start of a plan."""
 
-    _fields_ = [
-        *(
-            (name, c_int32)
-            for name in (
-                "version",
-                "total_q",
-                "total_k",
-                "tile_tokens",
-                "num_groups",
-                "num_tiles",
-                "num_segments",
-                "segment_words",
-                "words_tiles",
-                "words_order",
-                "words_records",
-                "words_total",
-                "status",
-                "has_unseen",
-                "words_first_order",
-                "words_work_tiles",
-            )
-        ),
-        ("num_key_blocks", c_int64 * len(KEY_BLOCK_SIZES)),
-        ("reserved", c_int32 * 2),
-    ]
+    _fields_ = fields(f"""
+        int32 version total_q total_k tile_tokens num_groups num_tiles num_segments segment_words words_tiles
+        int32 words_order words_records words_total status has_unseen words_first_order words_work_tiles
+        int64[{len(KEY_BLOCK_SIZES)}] num_key_blocks
+        int32[2] reserved
+    """)
 
 
 class TileDesc(ctypes.Structure):
     """``magi_tile_desc``: 8 int32 words."""
 
-    _fields_ = [
-        *((n, c_int32) for n in ("token0", "num_tokens", "segment_begin", "num_segments", "cost", "num_blocks")),
-        ("reserved", c_int32 * 2),
-    ]
+    _fields_ = fields("""
+        int32 token0 num_tokens segment_begin num_segments cost num_blocks
+        int32[2] reserved
+    """)
 
 
 class SegmentGroup(ctypes.Structure):
     """Key ranges of one row group in a layer."""
 
-    _fields_ = [(name, c_int32) for name in ("visit_lo", "visit_hi", "full_lo", "full_hi")]
+    _fields_ = fields("int32 visit_lo visit_hi full_lo full_hi")
 
 
 class TileSegment(ctypes.Structure):
     """``magi_tile_segment``: 32 int32 words, before the pairs of the tokens."""
 
-    _fields_ = [
-        *((name, c_int32) for name in ("visit_lo", "visit_hi", "source", "arrival", "has_unseen")),
-        ("reserved", c_int32 * 3),
-        ("group", SegmentGroup * 3),
-        ("reserved2", c_int32 * 12),
-    ]
-
-
-_INTS = (
-    *("version", "dtype", "out_dtype", "total_q", "total_k", "heads_q", "heads_kv", "head_dim", "head_dim_v"),
-    *("pack", "tile_tokens", "accumulate", "sm_margin", "sink_count", "sink_per_row"),
-)
-_STRIDES = tuple(f"{name}_stride_{dim}" for name in ("q", "k", "v", "out") for dim in ("token", "head"))
-_POINTERS = ("q", "k", "v", "out", "lse", "max_logits", "sink", "plan", "workspace", "stream", "dropout")
-
-_BWD_INTS = (
-    *("version", "dtype", "grad_dtype", "total_q", "total_k", "heads_q", "heads_kv", "head_dim", "head_dim_v"),
-    *("accumulate", "sm_margin"),
-)
-_BWD_STRIDES = tuple(f"{name}_stride_{dim}" for name in ("q", "k", "v", "out", "dout") for dim in ("token", "head"))
-_BWD_POINTERS = (
-    *("q", "k", "v", "out", "dout", "lse", "delta", "dq", "dk", "dv"),
-    *("plan", "workspace", "work_list", "order"),
-)
+    _fields_ = fields("""
+        int32 visit_lo visit_hi source arrival has_unseen
+        int32[3] reserved
+        SegmentGroup[3] group
+        int32[12] reserved2
+    """, SegmentGroup=SegmentGroup)
 
 
 class Dropout(ctypes.Structure):
     """``magi_dropout``."""
 
-    _fields_ = [
-        ("q_positions", c_void_p),
-        ("k_positions", c_void_p),
-        *((name, c_uint32) for name in ("seed_q", "seed_head", "seed_k", "threshold")),
-        ("scale", c_float),
-        ("reserved", c_int32),
-    ]
+    _fields_ = fields("""
+        void* q_positions k_positions
+        uint32 seed_q seed_head seed_k threshold
+        float scale
+        int32 reserved
+    """)
 
 
 class FfaFwdParams(ctypes.Structure):
     """``magi_ffa_fwd_params``. Strides in elements, addresses as integers."""
 
-    _fields_ = [
-        *((name, c_int32) for name in _INTS),
-        ("softmax_scale", c_float),
-        ("softcap", c_float),
-        ("has_dropout", c_int32),
-        *((name, c_int32) for name in ("split_tiles", "split_parts", "split_blocks", "reserved")),
-        *((name, c_int64) for name in _STRIDES),
-        ("workspace_bytes", c_int64),
-        *((name, c_void_p) for name in _POINTERS),
-    ]
+    _fields_ = fields(f"""
+        int32 version dtype out_dtype total_q total_k heads_q heads_kv head_dim head_dim_v pack tile_tokens
+        int32 accumulate sm_margin sink_count sink_per_row
+        float softmax_scale softcap
+        int32 has_dropout split_tiles split_parts split_blocks reserved
+        int64 {strides('q k v out')} workspace_bytes
+        void* q k v out lse max_logits sink plan workspace stream dropout
+    """)
 
 
 # A call writes the addresses behind a prepared prefix: 0.5 us where filling the struct unpacks 3.
 FFA_FWD_PREFIX_BYTES = FfaFwdParams.q.offset
-FFA_FWD_POINTERS = struct.Struct(f"={len(_POINTERS)}Q")
+FFA_FWD_POINTERS = struct.Struct("=11Q")
 
 
 class Pairs(ctypes.Structure):
     """``magi_pairs``."""
 
-    _fields_ = [
-        ("num_pairs", c_int64),
-        *((name, c_int32) for name in ("num_queries", "num_keys", "world", "reserved")),
-        *((name, c_void_p) for name in ("query", "key", "area", "query_cost", "query_owner", "key_cost", "key_owner")),
-    ]
-
-
+    _fields_ = fields("""
+        int64 num_pairs
+        int32 num_queries num_keys world reserved
+        void* query key area query_cost query_owner key_cost key_owner
+    """)
 
 
 class FfaBwdParams(ctypes.Structure):
     """``magi_ffa_bwd_params``. Strides in elements, addresses as integers."""
 
-    _fields_ = [
-        *((name, c_int32) for name in _BWD_INTS),
-        ("softmax_scale", c_float),
-        ("softcap", c_float),
-        ("dq_mode", c_int32),
-        ("block_m", c_int32),
-        *(
-            (name, c_int32)
-            for name in ("num_head_splits", "split_begin", "split_end", "splits_per_split_tile", "direct_dq_store")
-        ),
-        ("has_dropout", c_int32),
-        *((name, c_int64) for name in _BWD_STRIDES),
-        ("workspace_bytes", c_int64),
-        *((name, c_void_p) for name in _BWD_POINTERS),
-        ("order_is_made", c_int64),
-        ("stream", c_void_p),
-        ("dropout", c_void_p),
-    ]
+    _fields_ = fields(f"""
+        int32 version dtype grad_dtype total_q total_k heads_q heads_kv head_dim head_dim_v accumulate sm_margin
+        float softmax_scale softcap
+        int32 dq_mode block_m num_head_splits split_begin split_end splits_per_split_tile direct_dq_store
+        int32 has_dropout
+        int64 {strides('q k v out dout')} workspace_bytes
+        void* q k v out dout lse delta dq dk dv plan workspace work_list order
+        int64 order_is_made
+        void* stream dropout
+    """)
 
 
 FFA_BWD_PREFIX_BYTES = FfaBwdParams.q.offset
-FFA_BWD_POINTERS = struct.Struct(f"={len(_BWD_POINTERS) + 3}Q")
+FFA_BWD_POINTERS = struct.Struct("=17Q")
 
 
 class SymmBuffer(ctypes.Structure):
     """``magi_symm_buffer``."""
 
-    _fields_ = [("own", c_void_p), ("of_rank", c_void_p)]
+    _fields_ = fields("void* own of_rank")
 
 
 class FfaRemote(ctypes.Structure):
     """``magi_ffa_remote``: keys that other ranks put while a kernel runs."""
 
-    _fields_ = [
-        *((name, c_int32) for name in ("version", "rank", "world", "local_keys", "base", "rows", "wire_dtype")),
-        ("timeout_ms", c_uint32),
-        ("num_signals", c_int32),
-        ("reserved", c_int32),
-        ("buffer", SymmBuffer),
-        *((name, c_void_p) for name in ("k", "v", "arrivals", "failed_peer")),
-        ("grads", SymmBuffer),
-        *((name, c_void_p) for name in ("senders", "owners", "target_rows", "dk_targets", "dv_targets", "summed")),
-        *((name, c_void_p) for name in ("dk_sums", "dv_sums")),
-    ]
+    _fields_ = fields("""
+        int32 version rank world local_keys base rows wire_dtype
+        uint32 timeout_ms
+        int32 num_signals reserved
+        SymmBuffer buffer
+        void* k v arrivals failed_peer
+        SymmBuffer grads
+        void* senders owners target_rows dk_targets dv_targets summed dk_sums dv_sums
+    """, SymmBuffer=SymmBuffer)
 
 
 FFA_REMOTE_PREFIX_BYTES, FFA_REMOTE_TAIL = FfaRemote.dk_sums.offset, struct.Struct("=2Q")
@@ -201,78 +151,67 @@ SYMM_FAILED_SIGNAL = 65536
 class SymmPutParams(ctypes.Structure):
     """``magi_symm_put_params``. What a call changes comes last, see ``SYMM_PUT_TAIL``."""
 
-    _fields_ = [
-        *((name, c_int32) for name in ("version", "rank", "world", "num_tensors", "num_transfers", "num_ctas")),
-        ("timeout_ms", c_uint32),
-        ("reserved", c_int32),
-        ("buffer", SymmBuffer),
-        ("also_free", SymmBuffer),
-        ("transfers", c_void_p),
-        ("signals", c_void_p),
-        *((name, c_int64 * SYMM_TENSORS) for name in ("source_stride", "data_at", "row_bytes")),
-        ("failed_peer", c_void_p),
-        ("source", c_void_p * SYMM_TENSORS),
-        ("stream", c_void_p),
-    ]
+    _fields_ = fields(f"""
+        int32 version rank world num_tensors num_transfers num_ctas
+        uint32 timeout_ms
+        int32 reserved
+        SymmBuffer buffer also_free
+        void* transfers signals
+        int64[{SYMM_TENSORS}] source_stride data_at row_bytes
+        void* failed_peer
+        void*[{SYMM_TENSORS}] source
+        void* stream
+    """, SymmBuffer=SymmBuffer)
 
 
 class SymmUnpackParams(ctypes.Structure):
     """``magi_symm_unpack_params``. What a call changes comes last, see ``SYMM_UNPACK_TAIL``."""
 
-    _fields_ = [
-        *((name, c_int32) for name in ("version", "rank", "world", "num_tensors", "num_transfers", "num_ctas")),
-        ("timeout_ms", c_uint32),
-        ("reserved", c_int32),
-        ("buffer", SymmBuffer),
-        ("transfers", c_void_p),
-        *((name, c_int64 * SYMM_TENSORS) for name in ("data_at", "row_bytes", "out_stride")),
-        ("failed_peer", c_void_p),
-        ("out", c_void_p * SYMM_TENSORS),
-        ("stream", c_void_p),
-    ]
+    _fields_ = fields(f"""
+        int32 version rank world num_tensors num_transfers num_ctas
+        uint32 timeout_ms
+        int32 reserved
+        SymmBuffer buffer
+        void* transfers
+        int64[{SYMM_TENSORS}] data_at row_bytes out_stride
+        void* failed_peer
+        void*[{SYMM_TENSORS}] out
+        void* stream
+    """, SymmBuffer=SymmBuffer)
 
 
 class SymmRecvReduceParams(ctypes.Structure):
     """``magi_symm_recv_reduce_params``. What a call changes comes last, see ``SYMM_RECV_REDUCE_TAIL``."""
 
-    _fields_ = [
-        *((name, c_int32) for name in ("version", "rank", "world", "rows", "num_tensors", "num_ctas")),
-        *((name, c_int32) for name in ("wire_dtype", "base_dtype", "out_dtype")),
-        ("row_values", c_int32 * SYMM_TENSORS),
-        ("timeout_ms", c_uint32),
-        ("reserved", c_int32),
-        ("buffer", SymmBuffer),
-        ("src_rows", c_void_p),
-        ("needed_signals", c_void_p),
-        ("signals", c_void_p),
-        *((name, c_int64 * SYMM_TENSORS) for name in ("data_at", "own_stride")),
-        ("failed_peer", c_void_p),
-        *((name, c_void_p * SYMM_TENSORS) for name in ("own", "base", "out")),
-        ("stream", c_void_p),
-    ]
+    _fields_ = fields(f"""
+        int32 version rank world rows num_tensors num_ctas wire_dtype base_dtype out_dtype
+        int32[{SYMM_TENSORS}] row_values
+        uint32 timeout_ms
+        int32 reserved
+        SymmBuffer buffer
+        void* src_rows needed_signals signals
+        int64[{SYMM_TENSORS}] data_at own_stride
+        void* failed_peer
+        void*[{SYMM_TENSORS}] own base out
+        void* stream
+    """, SymmBuffer=SymmBuffer)
 
 
 class SymmReduceParams(ctypes.Structure):
     """``magi_symm_reduce_params``. What a call changes comes last, see ``SYMM_REDUCE_TAIL``."""
 
-    _fields_ = [
-        *((name, c_int32) for name in ("version", "rank", "world", "rows", "num_tensors")),
-        *((name, c_int32) for name in ("wire_dtype", "base_dtype", "out_dtype")),
-        ("row_values", c_int32 * SYMM_TENSORS),
-        ("timeout_ms", c_uint32),
-        ("out_rows", c_int32),
-        ("reserved", c_int32),
-        ("buffer", SymmBuffer),
-        ("put_buffer", SymmBuffer),
-        ("tiles", c_void_p),
-        ("src_rows", c_void_p),
-        ("data_at", c_int64 * SYMM_TENSORS),
-        ("failed_peer", c_void_p),
-        ("base", c_void_p * SYMM_TENSORS),
-        ("out", c_void_p * SYMM_TENSORS),
-        ("event", c_void_p),
-        ("stream", c_void_p),
-    ]
+    _fields_ = fields(f"""
+        int32 version rank world rows num_tensors wire_dtype base_dtype out_dtype
+        int32[{SYMM_TENSORS}] row_values
+        uint32 timeout_ms
+        int32 out_rows reserved
+        SymmBuffer buffer put_buffer
+        void* tiles src_rows
+        int64[{SYMM_TENSORS}] data_at
+        void* failed_peer
+        void*[{SYMM_TENSORS}] base out
+        void* event stream
+    """, SymmBuffer=SymmBuffer)
 
 
 # As with the attention kernels, a call writes the addresses behind a prepared prefix.

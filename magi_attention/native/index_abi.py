@@ -4,86 +4,79 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import c_float, c_int32, c_int64, c_void_p
+from ctypes import c_int32, c_int64
 
 from magi_attention.native import abi
+from magi_attention.native.c_struct import fields, strides
 
-_SHAPE = ("version", "dtype", "total_q", "total_k", "heads_q", "heads_kv", "head_dim", "head_dim_v")
-_LISTS = ("q_block", "k_block", "max_entries")
-
-
-def _strides(*names: str) -> list[tuple[str, type]]:
-    return [(f"{name}_stride_{dim}", c_int64) for name in names for dim in ("token", "head")]
+_SHAPE = "version dtype total_q total_k heads_q heads_kv head_dim head_dim_v q_block k_block max_entries"
 
 
 class IndexFwdParams(ctypes.Structure):
     """``magi_ffa_index_fwd_params``. Strides in elements, addresses as integers."""
 
-    _fields_ = [
-        *((name, c_int32) for name in (*_SHAPE, *_LISTS, "sm_margin")),
-        ("softmax_scale", c_float),
-        ("reserved", c_int32),
-        *_strides("q", "k", "v", "out"),
-        *((name, c_void_p) for name in ("q", "k", "v", "out", "lse", "lists", "key_counts", "k_starts", "stream")),
-    ]
+    _fields_ = fields(f"""
+        int32 {_SHAPE} sm_margin
+        float softmax_scale
+        int32 reserved
+        int64 {strides('q k v out')}
+        void* q k v out lse lists key_counts k_starts stream
+    """)
 
 
 class IndexFwdBlocksParams(ctypes.Structure):
     """``magi_ffa_index_fwd_blocks_params``. Strides in elements, addresses as integers."""
 
-    _fields_ = [
-        *((name, c_int32) for name in (*_SHAPE, *_LISTS, "sm_margin")),
-        ("softmax_scale", c_float),
-        ("reserved", c_int32),
-        *_strides("q", "k", "v", "out"),
-        *((name, c_void_p) for name in ("q", "k", "v", "out", "lse", "lists", "counts", "workspace", "stream")),
-    ]
+    _fields_ = fields(f"""
+        int32 {_SHAPE} sm_margin
+        float softmax_scale
+        int32 reserved
+        int64 {strides('q k v out')}
+        void* q k v out lse lists counts workspace stream
+    """)
 
 
 class IndexBwdParams(ctypes.Structure):
     """``magi_ffa_index_bwd_params``. Strides in elements, addresses as integers."""
 
-    _fields_ = [
-        *((name, c_int32) for name in (*_SHAPE, *_LISTS, "sm_margin", "list_begin", "list_end")),
-        ("softmax_scale", c_float),
-        ("reserved", c_int32),
-        *_strides("q", "k", "v", "out", "dout"),
-        *((name, c_void_p) for name in ("q", "k", "v", "out", "dout", "lse", "delta", "dq", "dk", "dv")),
-        *((name, c_void_p) for name in ("dk_partials", "dv_partials", "lists", "key_counts", "k_starts", "stream")),
-    ]
+    _fields_ = fields(f"""
+        int32 {_SHAPE} sm_margin list_begin list_end
+        float softmax_scale
+        int32 reserved
+        int64 {strides('q k v out dout')}
+        void* q k v out dout lse delta dq dk dv dk_partials dv_partials lists key_counts k_starts stream
+    """)
 
 
 class IndexBwdKeysParams(ctypes.Structure):
     """``magi_ffa_index_bwd_keys_params``. Strides in elements, addresses as integers."""
 
-    _fields_ = [
-        *((name, c_int32) for name in (*_SHAPE, *_LISTS, "sm_margin", "num_head_splits")),
-        ("softmax_scale", c_float),
-        *_strides("q", "k", "v", "out", "dout"),
-        *((name, c_void_p) for name in ("q", "k", "v", "out", "dout", "lse", "delta", "dq", "dk", "dv")),
-        *((name, c_void_p) for name in ("lists", "counts", "workspace")),
-        ("workspace_bytes", c_int64),
-        ("stream", c_void_p),
-    ]
+    _fields_ = fields(f"""
+        int32 {_SHAPE} sm_margin num_head_splits
+        float softmax_scale
+        int64 {strides('q k v out dout')}
+        void* q k v out dout lse delta dq dk dv lists counts workspace
+        int64 workspace_bytes
+        void* stream
+    """)
 
 
 class IndexSumParams(ctypes.Structure):
     """``magi_ffa_index_sum_params``."""
 
-    _fields_ = [
-        *((name, c_int32) for name in ("version", "num_rows", "width", "reserved")),
-        *((name, c_void_p) for name in ("begins", "entries", "partials", "sums", "stream")),
-    ]
+    _fields_ = fields("""
+        int32 version num_rows width reserved
+        void* begins entries partials sums stream
+    """)
 
 
 class IndexPrepareParams(ctypes.Structure):
     """``magi_ffa_index_prepare_params``."""
 
-    _fields_ = [
-        *((name, c_int32) for name in ("version", "num_lists", "heads_kv", "max_entries", "total_k", "k_block")),
-        *((name, c_int32) for name in ("is_int64", "num_words")),
-        *((name, c_void_p) for name in ("indices", "k_starts", "lists", "counts", "stream")),
-    ]
+    _fields_ = fields("""
+        int32 version num_lists heads_kv max_entries total_k k_block is_int64 num_words
+        void* indices k_starts lists counts stream
+    """)
 
 
 FUNCTIONS: abi.Functions = {

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from magi_attention.native import abi, index_abi, schedule_abi
+from magi_attention.native.c_struct import fields
 from magi_attention.native.comm import abi as comm_abi
 from magi_attention.testing.waiting import DEADLINE_S
 
@@ -138,3 +139,20 @@ def test_every_function_of_the_headers_is_bound_with_as_many_arguments(name):
     for function, arguments in declared.items():
         count = 0 if arguments.strip() == "void" else arguments.count(",") + 1
         assert len(bound[function][1]) == count, function
+
+
+def test_text_of_a_struct():
+    class Inner(ctypes.Structure):
+        _fields_ = fields("int32 a b")
+
+    class Outer(ctypes.Structure):
+        _fields_ = fields("""
+            float x
+            Inner[2] pairs
+            void* at
+        """, Inner=Inner)  # fmt: skip
+
+    assert [name for name, _ in Outer._fields_] == ["x", "pairs", "at"]
+    assert (ctypes.sizeof(Inner), Outer.pairs.offset, Outer.pairs.size, Outer.at.offset) == (8, 4, 16, 24)
+    with pytest.raises(KeyError, match="int16"):
+        fields("int16 a")

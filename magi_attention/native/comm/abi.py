@@ -5,90 +5,81 @@ between nodes."""
 from __future__ import annotations
 
 import ctypes
-from ctypes import c_int32, c_int64, c_uint32, c_void_p
+from ctypes import c_int32, c_int64, c_void_p
 
 from magi_attention.native.abi import I32_PTR, Functions
+from magi_attention.native.c_struct import fields
 
 COMM_VERSION = 6  # of the structs of comm.h
 COMM_WAIT_WORDS = 3
 COMM_CONTROL_BYTES = 4096
-PAIR = c_int64 * 2
+PAIR = c_int64 * 2  # of the two arrays of a relay
 
 
 class CommEpoch(ctypes.Structure):
     """``magi_comm_epoch``."""
 
-    _fields_ = [
-        ("arena", c_void_p),
-        ("epoch_at", c_int64),
-        ("signals_at", c_int64),
-        ("totals_at", c_int64),
-        ("failed_at", c_int64),
-        ("failed_peer", c_void_p),
-        ("network", c_void_p),
-        ("timeout_ms", c_uint32),
-        ("reserved", c_int32),
-    ]
+    _fields_ = fields("""
+        void* arena
+        int64 epoch_at signals_at totals_at failed_at
+        void* failed_peer network
+        uint32 timeout_ms
+        int32 reserved
+    """)
 
 
 class CommPutParams(ctypes.Structure):
     """``magi_comm_put_params``."""
 
-    _fields_ = [
-        *((name, c_int32) for name in ("version", "num_puts", "num_credits", "num_ctas")),
-        ("epoch", CommEpoch),
-        *((name, c_void_p) for name in ("puts", "credits", "stream")),
-    ]
+    _fields_ = fields("""
+        int32 version num_puts num_credits num_ctas
+        CommEpoch epoch
+        void* puts credits stream
+    """, CommEpoch=CommEpoch)
 
 
 class CommRelayParams(ctypes.Structure):
     """``magi_comm_relay_params``."""
 
-    _fields_ = [
-        ("put", CommPutParams),
-        ("num_groups", c_int32),
-        ("reserved", c_int32),
-        ("control_at", c_int64),
-        ("clear_at", PAIR),
-        ("clear_bytes", PAIR),
-        ("begins", c_void_p),
-        ("waits", c_void_p),
-    ]
+    _fields_ = fields("""
+        CommPutParams put
+        int32 num_groups reserved
+        int64 control_at
+        int64[2] clear_at clear_bytes
+        void* begins waits
+    """, CommPutParams=CommPutParams)
 
 
 class CommWaitParams(ctypes.Structure):
     """``magi_comm_wait_params``."""
 
-    _fields_ = [
-        ("version", c_int32),
-        ("num_waits", c_int32),
-        ("epoch", CommEpoch),
-        ("waits", c_void_p),
-        ("stream", c_void_p),
-    ]
+    _fields_ = fields("""
+        int32 version num_waits
+        CommEpoch epoch
+        void* waits stream
+    """, CommEpoch=CommEpoch)
 
 
 class CommSumParams(ctypes.Structure):
     """``magi_comm_sum_params``."""
 
-    _fields_ = [
-        *((n, c_int32) for n in ("version", "num_blocks", "num_ctas", "row_values", "wire_dtype")),
-        ("epoch", CommEpoch),
-        *((name, c_void_p) for name in ("blocks", "waits", "begins", "terms", "stream")),
-    ]
+    _fields_ = fields("""
+        int32 version num_blocks num_ctas row_values wire_dtype
+        CommEpoch epoch
+        void* blocks waits begins terms stream
+    """, CommEpoch=CommEpoch)
 
 
 class CommEndParams(ctypes.Structure):
     """``magi_comm_end_params``."""
 
-    _fields_ = [
-        *((name, c_int32) for name in ("version", "num_ranks", "num_counted")),
-        ("epoch", CommEpoch),
-        ("ranks", c_void_p),
-        ("counted", c_void_p),
-        ("signal", c_int64),
-        ("stream", c_void_p),
-    ]
+    _fields_ = fields("""
+        int32 version num_ranks num_counted
+        CommEpoch epoch
+        void* ranks counted
+        int64 signal
+        void* stream
+    """, CommEpoch=CommEpoch)
 
 
 COMM_FUNCTIONS: Functions = {

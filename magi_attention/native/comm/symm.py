@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from typing import Any, ClassVar
 
 from magi_attention.native import abi
 from magi_attention.native.families import SM90
@@ -17,17 +18,23 @@ def control_bytes(world: int) -> int:
 
 
 class _Launch:
-    """A parameter block whose last addresses each call gives."""
+    """A prepared launch, whose last addresses each call gives. ``fields`` are those of ``struct``, lists for arrays."""
 
-    def __init__(self, function: str, prefix: bytes, what: str) -> None:
+    function: ClassVar[str]
+    what: ClassVar[str]  # for errors
+    struct: ClassVar[type[ctypes.Structure]]
+    prefix_bytes: ClassVar[int]
+
+    def __init__(self, **fields: Any) -> None:
         self._library = load(SM90.library)
-        self._call = getattr(self._library, function)
-        self._prefix, self._what = prefix, what
+        self._call = getattr(self._library, self.function)
+        self.params = _filled(self.struct, fields)
+        self._prefix = self.params[: self.prefix_bytes]
 
     def _run(self, tail: bytes) -> None:
         status = self._call(self._prefix + tail)
         if status:
-            check(self._library, status, self._what)
+            check(self._library, status, self.what)
 
 
 def _three(values: Sequence[int]) -> list[int]:
@@ -35,11 +42,10 @@ def _three(values: Sequence[int]) -> list[int]:
 
 
 class Put(_Launch):
-    """``magi_symm_put``; ``fields`` are those of its parameters, lists for arrays."""
+    """Attention that puts its own k and v reads ``params``."""
 
-    def __init__(self, **fields) -> None:
-        params = self.params = _filled(abi.SymmPutParams, fields)  # for attention that puts its own k and v
-        super().__init__("magi_symm_put", params[: abi.SYMM_PUT_PREFIX_BYTES], "Pushing rows to other ranks")
+    function, what = "magi_symm_put", "Pushing rows to other ranks"
+    struct, prefix_bytes = abi.SymmPutParams, abi.SYMM_PUT_PREFIX_BYTES
 
     def __call__(self, sources: Sequence[int], stream: int) -> None:
         """``sources``: an address for each tensor."""
@@ -47,11 +53,8 @@ class Put(_Launch):
 
 
 class Unpack(_Launch):
-    """``magi_symm_unpack``."""
-
-    def __init__(self, **fields) -> None:
-        params = _filled(abi.SymmUnpackParams, fields)
-        super().__init__("magi_symm_unpack", params[: abi.SYMM_UNPACK_PREFIX_BYTES], "Copying rows out of a buffer")
+    function, what = "magi_symm_unpack", "Copying rows out of a buffer"
+    struct, prefix_bytes = abi.SymmUnpackParams, abi.SYMM_UNPACK_PREFIX_BYTES
 
     def __call__(self, out: Sequence[int], stream: int) -> None:
         """``out``: an address for each tensor."""
@@ -59,13 +62,8 @@ class Unpack(_Launch):
 
 
 class RecvReduce(_Launch):
-    """``magi_symm_recv_reduce``."""
-
-    def __init__(self, **fields) -> None:
-        params = _filled(abi.SymmRecvReduceParams, fields)
-        super().__init__(
-            "magi_symm_recv_reduce", params[: abi.SYMM_RECV_REDUCE_PREFIX_BYTES], "Adding rows as they arrive"
-        )
+    function, what = "magi_symm_recv_reduce", "Adding rows as they arrive"
+    struct, prefix_bytes = abi.SymmRecvReduceParams, abi.SYMM_RECV_REDUCE_PREFIX_BYTES
 
     def __call__(self, own: Sequence[int], base: Sequence[int], out: Sequence[int], stream: int) -> None:
         """Addresses for each tensor; 0 in ``base`` where there is nothing to add to."""
@@ -73,11 +71,8 @@ class RecvReduce(_Launch):
 
 
 class Reduce(_Launch):
-    """``magi_symm_reduce``."""
-
-    def __init__(self, **fields) -> None:
-        params = _filled(abi.SymmReduceParams, fields)
-        super().__init__("magi_symm_reduce", params[: abi.SYMM_REDUCE_PREFIX_BYTES], "Adding rows of other ranks")
+    function, what = "magi_symm_reduce", "Adding rows of other ranks"
+    struct, prefix_bytes = abi.SymmReduceParams, abi.SYMM_REDUCE_PREFIX_BYTES
 
     def __call__(self, base: Sequence[int], out: Sequence[int], event: int, stream: int) -> None:
         """Addresses for each tensor; 0 in ``base`` where there is nothing to add to. ``event`` is recorded behind it, 0
