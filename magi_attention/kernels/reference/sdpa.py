@@ -23,27 +23,11 @@ from magi_attention.common.disjoint import overlap_of
 from magi_attention.common.intervals import ramps
 from magi_attention.common.slices import CAUSAL, INVCAUSAL, K0, K1, Q0, Q1, TYPE, SliceTable, trim
 from magi_attention.kernels.dropout import DropoutMask
-from magi_attention.kernels.reference.correction import safe_lse, safe_softmax, sink_bwd_from_delta
-from magi_attention.kernels.reference.numerics import LoadedOperands, load_operands, masked_product, own_or_given
-from magi_attention.kernels.reference.operands import (
-    as_kernel,
-    check_operands,
-    finish_backward,
-    finish_forward,
-    reference_why_not,
-    row_delta,
-    tokens_first,
-)
-from magi_attention.kernels.types import (
-    AttnOptions,
-    BackwardOperands,
-    Grads,
-    Operands,
-    Partial,
-    Problem,
-    accumulation_dtype,
-    check_dropout,
-)
+from magi_attention.kernels.reference.backend import ReferenceBackend
+from magi_attention.kernels.reference.correction import safe_lse, safe_softmax
+from magi_attention.kernels.reference.numerics import LoadedOperands, masked_product, own_or_given
+from magi_attention.kernels.reference.operands import tokens_first
+from magi_attention.kernels.types import AttnOptions, BackwardOperands, Operands, Partial, accumulation_dtype
 
 
 def count_pairs(pieces: np.ndarray, rows: int, cols: int) -> np.ndarray:
@@ -66,20 +50,13 @@ def count_pairs(pieces: np.ndarray, rows: int, cols: int) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class SdpaBackend:
+class SdpaBackend(ReferenceBackend):
     """The dense torch backend, ``"sdpa"``."""
 
     name: str = "sdpa"
 
-    def why_not(self, problem: Problem) -> str | None:
-        return reference_why_not(problem)
-
-    @as_kernel
-    def forward(self, x: Operands, init: Partial | None = None) -> Partial:
-        """See ``Backend.forward``."""
-        check_operands(x)
-        check_dropout(x)
-        loaded, acc = load_operands(x), accumulation_dtype(x.q.dtype)
+    def _attend(self, x: Operands, loaded: LoadedOperands) -> Partial:
+        acc = accumulation_dtype(x.q.dtype)
         logits = _logits(loaded, x.slices, x.options)
         lse = safe_lse(logits.weighted)
         p = safe_softmax(logits.weighted, lse)
@@ -89,15 +66,12 @@ class SdpaBackend:
         new = Partial(tokens_first(out).to(acc), tokens_first(lse).to(acc))
         if x.options.return_max_logits:
             new.max_logits = _max_per_head(logits.plain).to(acc)
-        return finish_forward(new, x, init)
+        return new
 
-    @as_kernel
-    def backward(self, x: BackwardOperands, init: Grads | None = None) -> Grads:
-        """See ``Backend.backward``."""
-        check_operands(x)
-        check_dropout(x)
-        delta = row_delta(x.out, x.dout, x.delta)
-        y = load_operands(x, delta)
+    def _differentiate(
+        self, x: BackwardOperands, loaded: LoadedOperands
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        y = loaded
         assert y.do_HGTD is not None and y.lse_HGT1 is not None and y.delta_HGT1 is not None
         logits = _logits(y, x.slices, x.options)
         lse_HGT1 = y.lse_HGT1
@@ -115,15 +89,11 @@ class SdpaBackend:
             ds *= logits.slope
         ds *= x.options.softmax_scale
         back = logits.allowed.T
-        grads = Grads(
-            dq=tokens_first(_product(y, ds, logits.allowed, y.k_HTD[:, None])).to(delta.dtype),
-            dk=_sum_group(_product(y, ds.transpose(-1, -2), back, y.q_HGTD)).to(delta.dtype),
-            dv=_sum_group(_product(y, p.transpose(-1, -2), back, y.do_HGTD)).to(delta.dtype),
+        return (
+            tokens_first(_product(y, ds, logits.allowed, y.k_HTD[:, None])),
+            _sum_group(_product(y, ds.transpose(-1, -2), back, y.q_HGTD)),
+            _sum_group(_product(y, p.transpose(-1, -2), back, y.do_HGTD)),
         )
-        grads.delta = delta
-        if x.sink is not None:
-            grads.dsink = sink_bwd_from_delta(x.sink, x.lse.to(delta.dtype), delta, x.options.sink_layout)
-        return finish_backward(grads, init)
 
 
 class _Logits(NamedTuple):

@@ -24,35 +24,18 @@ from magi_attention.common.disjoint import overlap_of
 from magi_attention.common.slices import SliceTable
 from magi_attention.errors import ContractError
 from magi_attention.kernels.dropout import DropoutMask
+from magi_attention.kernels.reference.backend import ReferenceBackend
 from magi_attention.kernels.reference.block_iter import KeyTile, TileMask, block_walk
-from magi_attention.kernels.reference.correction import sink_bwd_from_delta
-from magi_attention.kernels.reference.numerics import LoadedOperands, load_operands, masked_product, own_or_given
-from magi_attention.kernels.reference.operands import (
-    as_kernel,
-    check_operands,
-    finish_backward,
-    finish_forward,
-    reference_why_not,
-    row_delta,
-    tokens_first,
-)
-from magi_attention.kernels.types import (
-    AttnOptions,
-    BackwardOperands,
-    Grads,
-    Operands,
-    Partial,
-    Problem,
-    accumulation_dtype,
-    check_dropout,
-)
+from magi_attention.kernels.reference.numerics import LoadedOperands, masked_product, own_or_given
+from magi_attention.kernels.reference.operands import tokens_first
+from magi_attention.kernels.types import AttnOptions, BackwardOperands, Operands, Partial, accumulation_dtype
 
 _LOG2E = math.log2(math.e)
 _LN2 = math.log(2.0)
 
 
 @dataclass(frozen=True)
-class SdpaOnlineBackend:
+class SdpaOnlineBackend(ReferenceBackend):
     """The blocked torch backend, ``"sdpa_ol"``. Block sizes are in tokens; the defaults suit CPU caches."""
 
     block_q: int = 256
@@ -63,16 +46,9 @@ class SdpaOnlineBackend:
         if self.block_q < 1 or self.block_k < 1:
             raise ContractError(f"Block sizes {self.block_q} x {self.block_k} are invalid; give positive sizes.")
 
-    def why_not(self, problem: Problem) -> str | None:
-        return reference_why_not(problem)
-
-    @as_kernel
-    def forward(self, x: Operands, init: Partial | None = None) -> Partial:
-        """See ``Backend.forward``."""
-        check_operands(x)
-        check_dropout(x)
+    def _attend(self, x: Operands, loaded: LoadedOperands) -> Partial:
         tq, hq, _ = x.q.shape
-        run = _Forward(self, load_operands(x), x.slices, x.options, x.dropout)
+        run = _Forward(self, loaded, x.slices, x.options, x.dropout)
         acc = accumulation_dtype(x.q.dtype)
         out, lse = x.q.new_zeros(tq, hq, x.v.shape[2], dtype=acc), x.q.new_full((tq, hq), float("-inf"), dtype=acc)
         new = Partial(out, lse)
@@ -80,26 +56,20 @@ class SdpaOnlineBackend:
             new.max_logits = new.lse.new_full((hq,), float("-inf"))
         for block in block_walk(x.slices, self.block_q, self.block_k):
             run.block(block.q0, block.q1, block.tiles, new)
-        return finish_forward(new, x, init)
+        return new
 
-    @as_kernel
-    def backward(self, x: BackwardOperands, init: Grads | None = None) -> Grads:
-        """See ``Backend.backward``."""
-        check_operands(x)
-        check_dropout(x)
-        delta, options = row_delta(x.out, x.dout, x.delta), x.options
-        run = _Backward(self, load_operands(x, delta), x.slices, options, x.dropout, x.lse.dtype)
+    def _differentiate(
+        self, x: BackwardOperands, loaded: LoadedOperands
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        options = x.options
+        run = _Backward(self, loaded, x.slices, options, x.dropout, x.lse.dtype)
         for block in block_walk(x.slices, self.block_q, self.block_k):
             run.block(block.q0, block.q1, block.tiles)
-        grads = Grads(
-            dq=tokens_first(run.dq_HGTD.mul_(options.softmax_scale).to(delta.dtype)),
-            dk=run.dk_HTD.mul_(options.softcap or _LN2).to(delta.dtype).transpose(0, 1).contiguous(),  # scale / factor
-            dv=run.dv_HTD.to(delta.dtype).transpose(0, 1).contiguous(),
+        return (
+            tokens_first(run.dq_HGTD.mul_(options.softmax_scale)),
+            run.dk_HTD.mul_(options.softcap or _LN2).transpose(0, 1).contiguous(),  # scale / factor
+            run.dv_HTD.transpose(0, 1).contiguous(),
         )
-        grads.delta = delta
-        if x.sink is not None:
-            grads.dsink = sink_bwd_from_delta(x.sink, x.lse.to(delta.dtype), delta, options.sink_layout)
-        return finish_backward(grads, init)
 
 
 class _Tiles:
