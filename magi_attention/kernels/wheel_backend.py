@@ -7,7 +7,7 @@ dtype of q. A sink joins by its share of the softmax, which is exact.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -23,8 +23,9 @@ from magi_attention.kernels.reference.operands import (
     row_delta,
     unseen_rows,
 )
-from magi_attention.kernels.types import AttnOptions, BackwardOperands, Final, Grads, Operands, Partial
+from magi_attention.kernels.types import AttnOptions, BackwardOperands, Final, Grads, Operands, Partial, Problem
 
+CAPABILITIES = ((9, 0), (10, 0), (10, 3))
 DTYPES = (torch.bfloat16, torch.float16)
 QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -48,7 +49,27 @@ class WheelKernels(Protocol):
 
 
 class WheelBackend(WheelKernels):
-    """A ``FinalBackend`` on the kernels of a wheel."""
+    """A ``FinalBackend`` on the kernels of a wheel, called ``title`` in reasons."""
+
+    title: ClassVar[str]
+
+    def _why_not_any(self, p: Problem) -> str | None:
+        """The limits that the kernels of all wheels have."""
+        if p.device_type != "cuda":
+            return f"{self.title} runs on NVIDIA GPUs, not on {p.device_type} tensors."
+        if p.capability not in CAPABILITIES:
+            return f"{self.title} is used on 9.0, 10.0 and 10.3, not on {p.capability}."
+        if p.dtype not in DTYPES:
+            return f"{self.title} computes bfloat16 and float16, not {p.dtype}."
+        if p.num_heads_kv == 0 or p.num_heads_q % p.num_heads_kv:
+            return f"{p.num_heads_q} query heads are no multiple of {p.num_heads_kv} kv heads."
+        if p.options.dropout_p:
+            return f"{self.title} has no dropout."
+        if p.options.sm_margin:
+            return f"{self.title} leaves no SMs free (sm_margin)."
+        if not p.options.softmax_scale > 0:
+            return f"softmax_scale is {p.options.softmax_scale}; this backend needs a positive one."
+        return None
 
     @torch.no_grad()
     def forward(self, x: Operands, init: Partial | None = None) -> Partial:

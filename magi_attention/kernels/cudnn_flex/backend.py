@@ -18,10 +18,9 @@ from magi_attention.common.plan_cache import Kind
 from magi_attention.common.slices import SliceTable, trim
 from magi_attention.kernels.cudnn_flex.endpoints import key_endpoints
 from magi_attention.kernels.types import AttnOptions, Problem
-from magi_attention.kernels.wheel_backend import DTYPES, QKV, WheelBackend
+from magi_attention.kernels.wheel_backend import CAPABILITIES, QKV, WheelBackend
 from magi_attention.native import install
 
-CAPABILITIES = ((9, 0), (10, 0), (10, 3))
 _WIDE = ((192, 128), (256, 256))  # head dims above 128
 _HINT = f"run `{install.needs('cudnn-flex')}`"
 
@@ -56,6 +55,7 @@ class CudnnFlexBackend(WheelBackend):
     """The kernels of ``cudnn.flex_attention``; plans are kept with their masks."""
 
     name: str = "cudnn_flex"
+    title = "cudnn.flex_attention"
 
     def preference(self, problem: Problem) -> int:
         """Ahead of our portable kernels on 10.x, which do without that GPU's own matrix instructions."""
@@ -63,18 +63,13 @@ class CudnnFlexBackend(WheelBackend):
 
     def why_not(self, problem: Problem) -> str | None:
         p = problem
-        if p.device_type != "cuda":
-            return f"cudnn.flex_attention runs on NVIDIA GPUs, not on {p.device_type} tensors."
-        if p.capability not in CAPABILITIES:
-            return f"cudnn.flex_attention has kernels for 9.0, 10.0 and 10.3, not for {p.capability}."
-        if p.dtype not in DTYPES:
-            return f"cudnn.flex_attention computes bfloat16 and float16, not {p.dtype}."
+        reason = self._why_not_any(p)
+        if reason is not None:
+            return reason
         dims = (p.head_dim, p.head_dim_v)
         if dims not in _WIDE and any(dim % 8 or not 8 <= dim <= 128 for dim in dims):
             fine = "multiples of 8 up to 128, (192, 128) or (256, 256)"
             return f"cudnn.flex_attention has no kernels for head dims {dims}, only for {fine}."
-        if p.num_heads_kv == 0 or p.num_heads_q % p.num_heads_kv:
-            return f"{p.num_heads_q} query heads are no multiple of {p.num_heads_kv} kv heads."
         if p.capability == (9, 0) and p.needs_backward:
             if p.num_heads_q != p.num_heads_kv and p.head_dim != p.head_dim_v:
                 return f"cudnn.flex_attention has no backward of grouped heads on 9.0 for unequal head dims {dims}."
@@ -82,14 +77,8 @@ class CudnnFlexBackend(WheelBackend):
                 return f"cudnn.flex_attention has no backward on 9.0 for head dims {dims}; that of v is the larger."
         if p.options.softcap:
             return "cudnn.flex_attention has no softcap."
-        if p.options.dropout_p:
-            return "cudnn.flex_attention has no dropout."
-        if not p.options.softmax_scale > 0:
-            return f"softmax_scale is {p.options.softmax_scale}; this backend needs a positive one."
         if p.options.deterministic and p.needs_backward and dims == (256, 256):
             return "cudnn.flex_attention has no deterministic backward for head dim 256."
-        if p.options.sm_margin:
-            return "cudnn.flex_attention leaves no SMs free (sm_margin)."
         module = _module()
         return module if isinstance(module, str) else None
 

@@ -18,9 +18,8 @@ from magi_attention.common.slices import SliceTable, trim
 from magi_attention.kernels.fa4.blocks import BlockLists, BlockSize, mask_blocks
 from magi_attention.kernels.fa4.wheel import HINT, Lists, is_installed, load_wheel
 from magi_attention.kernels.types import AttnOptions, Problem
-from magi_attention.kernels.wheel_backend import DTYPES, QKV, WheelBackend
+from magi_attention.kernels.wheel_backend import CAPABILITIES, QKV, WheelBackend
 
-CAPABILITIES = ((9, 0), (10, 0), (10, 3))
 _ON_HOPPER = "multiples of 8 up to 192, and 256"
 _ON_BLACKWELL = "multiples of 8 up to 128, (192, 128) or, without a backward, (256, 256)"
 
@@ -45,6 +44,7 @@ class Fa4Backend(WheelBackend):
     """The kernels of FlashAttention-4; blocks are kept with their masks."""
 
     name: str = "fa4"
+    title = "FlashAttention-4"
 
     def preference(self, problem: Problem) -> int:
         """Ahead of our portable kernels on 10.x, which do without that GPU's own matrix instructions."""
@@ -52,22 +52,11 @@ class Fa4Backend(WheelBackend):
 
     def why_not(self, problem: Problem) -> str | None:
         p = problem
-        if p.device_type != "cuda":
-            return f"FlashAttention-4 runs on NVIDIA GPUs, not on {p.device_type} tensors."
-        if p.capability not in CAPABILITIES:
-            return f"FlashAttention-4 takes lists of blocks on 9.0, 10.0 and 10.3, not on {p.capability}."
-        if p.dtype not in DTYPES:
-            return f"FlashAttention-4 computes bfloat16 and float16, not {p.dtype}."
-        if p.num_heads_kv == 0 or p.num_heads_q % p.num_heads_kv:
-            return f"{p.num_heads_q} query heads are no multiple of {p.num_heads_kv} kv heads."
+        reason = self._why_not_any(p)
+        if reason is not None:
+            return reason
         if p.options.return_max_logits:
             return "FlashAttention-4 does not give the greatest logits (return_max_logits)."
-        if p.options.dropout_p:
-            return "FlashAttention-4 has no dropout."
-        if p.options.sm_margin:
-            return "FlashAttention-4 leaves no SMs free (sm_margin)."
-        if not p.options.softmax_scale > 0:
-            return f"softmax_scale is {p.options.softmax_scale}; this backend needs a positive one."
         reason = _why_not_dims(p) or (_why_no_backward(p) if p.needs_backward else None)
         if reason is None and not is_installed():
             return f"flash-attn-4 is not installed; {HINT}."
