@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import weakref
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -38,14 +37,7 @@ class ExchangeGroup:
         self._failed_peer = torch.zeros(1 + self.world, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._failed_peer_view = self._failed_peer.numpy()
         self._stage, self._told = "the first call", ""
-        this = weakref.ref(self)
-
-        def watch(stage: str) -> None:
-            group = this()
-            if group is not None and group.has_failed:
-                group.check(stage)
-
-        transport.watchers.append(watch)
+        transport.watch(self)
         transport.at_end(self.close)
 
     # -- memory ---------------------------------------------------------------------------------------------------

@@ -73,14 +73,7 @@ class SymmGroup:
         self.failed_peer_address = self._failed_peer.data_ptr()
         self.rank_of_signal: dict[int, int] = {}  # of the launch before
         self._stage, self._has_told = "the first call", False
-        this = weakref.ref(self)
-
-        def watch(stage: str) -> None:
-            buffers = this()
-            if buffers is not None and buffers.has_failed:
-                buffers.check(stage)
-
-        transport.watchers.append(watch)
+        transport.watch(self)
 
     @property
     def has_failed(self) -> bool:

@@ -29,6 +29,9 @@ DEFAULT_TIMEOUT_S = 600.0
 REDUCE_OPS = ("sum", "avg", "max", "min")
 
 
+Rows = Sequence[int]  # rows that each rank sends or receives, in order of rank
+
+
 @runtime_checkable
 class Work(Protocol):
     """An operation under way. For CUDA tensors ``wait`` orders the current stream, the host runs on."""
@@ -36,6 +39,15 @@ class Work(Protocol):
     def wait(self) -> object: ...
 
     def is_completed(self) -> bool: ...
+
+
+class Watched(Protocol):
+    """What finds out about failures that no message shows. ``check`` raises them."""
+
+    @property
+    def has_failed(self) -> bool: ...
+
+    def check(self, stage: str) -> None: ...
 
 
 class AllToAll(Protocol):
@@ -46,12 +58,7 @@ class AllToAll(Protocol):
     ranks: tuple[int, ...]
 
     def all_to_all_v(
-        self,
-        output: torch.Tensor,
-        input: torch.Tensor,
-        output_splits: Sequence[int],
-        input_splits: Sequence[int],
-        async_op: bool = False,
+        self, output: torch.Tensor, input: torch.Tensor, output_splits: Rows, input_splits: Rows, async_op: bool = False
     ) -> Work:
         """Sends ``input_splits[r]`` consecutive rows (dim 0) of ``input`` to each rank r, in order of r;
         ``output`` receives ``output_splits[r]`` rows from each r. Same dtype and trailing dims everywhere."""
@@ -285,6 +292,17 @@ class TransportBase(ABC):
     def watchers(self) -> list[Callable[[str], None]]:
         """What looks for failures that no message of this transport shows, each a function that raises."""
         return self.kept.setdefault("watchers", [])
+
+    def watch(self, watched: Watched) -> None:
+        """Asks ``watched`` for failures as one of ``watchers``, as long as it lives; nothing here holds it."""
+        this = weakref.ref(watched)
+
+        def look(stage: str) -> None:
+            found = this()
+            if found is not None and found.has_failed:
+                found.check(stage)
+
+        self.watchers.append(look)
 
     def reference(self) -> Callable[[], TransportBase | None]:
         """Gives a transport of the group as long as that lives, and does not keep it alive."""

@@ -21,7 +21,14 @@ from typing import Any
 
 import torch
 
-from magi_attention.comm.transport.base import DEFAULT_TIMEOUT_S, TransportBase, Work, check_all_to_all, check_reduce_op
+from magi_attention.comm.transport.base import (
+    DEFAULT_TIMEOUT_S,
+    Rows,
+    TransportBase,
+    Work,
+    check_all_to_all,
+    check_reduce_op,
+)
 from magi_attention.comm.transport.failure import POLL_S, describe_error
 from magi_attention.comm.transport.waits import Awaited, chain_of_waits
 from magi_attention.errors import ContractError, PeerFailureError, PlanMismatchError
@@ -130,12 +137,7 @@ class FakeTransport(TransportBase):
         return FakeWork(self, op)
 
     def all_to_all_v(
-        self,
-        output: torch.Tensor,
-        input: torch.Tensor,
-        output_splits: Sequence[int],
-        input_splits: Sequence[int],
-        async_op: bool = False,
+        self, output: torch.Tensor, input: torch.Tensor, output_splits: Rows, input_splits: Rows, async_op: bool = False
     ) -> Work:
         check_all_to_all(output, input, output_splits, input_splits, self.size)
         self.rows_to = [a + b for a, b in zip(self.rows_to, input_splits)]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from magi_attention.comm.transport.base import Transport, Work
+from magi_attention.comm.transport.base import Rows, Transport, Work
 from magi_attention.errors import ContractError
 
 
@@ -26,12 +26,7 @@ class PartTransport:
         self.ranks = tuple(whole.ranks[member] for member in self.members)
 
     def all_to_all_v(
-        self,
-        output: torch.Tensor,
-        input: torch.Tensor,
-        output_splits: Sequence[int],
-        input_splits: Sequence[int],
-        async_op: bool = False,
+        self, output: torch.Tensor, input: torch.Tensor, output_splits: Rows, input_splits: Rows, async_op: bool = False
     ) -> Work:
         splits = [self._spread(output_splits), self._spread(input_splits)]
         return self.whole.all_to_all_v(output, input, *splits, async_op=async_op)

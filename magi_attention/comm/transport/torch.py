@@ -21,6 +21,7 @@ import torch.distributed as dist
 from magi_attention.comm.transport.base import (
     DoneWork,
     PostWork,
+    Rows,
     SingleTransport,
     Transport,
     TransportBase,
@@ -96,12 +97,7 @@ class TorchTransport(TransportBase):
 
     # -- group collectives --------------------------------------------------------------------------------
     def all_to_all_v(
-        self,
-        output: torch.Tensor,
-        input: torch.Tensor,
-        output_splits: Sequence[int],
-        input_splits: Sequence[int],
-        async_op: bool = False,
+        self, output: torch.Tensor, input: torch.Tensor, output_splits: Rows, input_splits: Rows, async_op: bool = False
     ) -> Work:
         output, input = output.detach(), input.detach()
         check_all_to_all(output, input, output_splits, input_splits, self.size)
