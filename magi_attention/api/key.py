@@ -6,6 +6,7 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from operator import attrgetter
 from typing import Any, NoReturn
 
 import torch.distributed as dist
@@ -93,41 +94,16 @@ class DistAttnRuntimeKey:
         """Global ranks of the group, ascending; caches are kept per such tuple."""
         return group_ranks(self.cp_group)
 
-    @property
-    def uneven_shard(self) -> bool:
-        return self.dist_attn_config.dispatch_config.uneven_shard
-
-    @property
-    def is_deterministic_mode_enable(self) -> bool:
-        return self.flags.deterministic
-
-    @property
-    def is_hierarchical_comm_enable(self) -> bool:
-        return self.flags.hierarchical_comm
-
-    @property
-    def is_qo_comm_enable(self) -> bool:
-        return self.flags.qo_comm
-
-    @property
-    def is_native_grpcoll_enable(self) -> bool:
-        return self.flags.native_grpcoll
-
-    @property
-    def is_flatten_head_groups_enable(self) -> bool:
-        return self.flags.flatten_head_groups
-
-    @property
-    def kernel_backend(self):
-        return self.flags.kernel_backend
-
-    @property
-    def precision(self):
-        return self.flags.precision
-
-    @property
-    def is_auto_range_merge_enable(self) -> bool:
-        return self.flags.auto_range_merge
+    # Published names of what the configuration and the environment said.
+    uneven_shard = property(attrgetter("dist_attn_config.dispatch_config.uneven_shard"))
+    is_deterministic_mode_enable = property(attrgetter("flags.deterministic"))
+    is_hierarchical_comm_enable = property(attrgetter("flags.hierarchical_comm"))
+    is_qo_comm_enable = property(attrgetter("flags.qo_comm"))
+    is_native_grpcoll_enable = property(attrgetter("flags.native_grpcoll"))
+    is_flatten_head_groups_enable = property(attrgetter("flags.flatten_head_groups"))
+    kernel_backend = property(attrgetter("flags.kernel_backend"))
+    precision = property(attrgetter("flags.precision"))
+    is_auto_range_merge_enable = property(attrgetter("flags.auto_range_merge"))
 
 
 def refuse_pickling(kind: str) -> NoReturn:

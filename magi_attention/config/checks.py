@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from numbers import Real
+from typing import Any, ClassVar
 
 from magi_attention.common.scalars import as_int
 from magi_attention.errors import ContractError
@@ -25,3 +26,25 @@ def is_instance(value: object, kind: type) -> bool:
 def check_fraction(owner: str, name: str, value: object) -> None:
     if not isinstance(value, Real) or not 0.0 <= value <= 1.0:
         raise ContractError(f"{owner}.{name} is {value!r}; give a number from 0 to 1.")
+
+
+class Algorithm:
+    """An algorithm by its value: a frozen subclass says its ``_type``, which the base classes do not have."""
+
+    _type: ClassVar[Any]
+    _is_optimal: ClassVar[bool] = False
+    _example: ClassVar[str]  # of a subclass, for the error
+
+    def __post_init__(self) -> None:
+        if not hasattr(self, "_type"):
+            raise ContractError(f"{type(self).__name__} is only a base class; use {self._example}.")
+
+    @property
+    def type(self) -> Any:
+        """The member of the enumeration of such algorithms."""
+        return self._type
+
+    @property
+    def is_optimal(self) -> bool:
+        """Is the answer the best one?"""
+        return self._is_optimal

@@ -9,12 +9,12 @@ from typing import ClassVar
 
 from magi_attention.common.enum import DispatchAlgType
 from magi_attention.common.scalars import as_int
-from magi_attention.config.checks import check_fraction, is_instance, set_ints
+from magi_attention.config.checks import Algorithm, check_fraction, is_instance, set_ints
 from magi_attention.errors import ContractError
 
 
 @dataclass(frozen=True)
-class DispatchAlg:
+class DispatchAlg(Algorithm):
     """How n chunks with known areas are given to k ranks so that the largest load is small.
 
     Use one of the subclasses. The four flags describe the answer: is it the best one, does it come with
@@ -22,23 +22,10 @@ class DispatchAlg:
     common keys tend to go to the same rank.
     """
 
-    _type: ClassVar[DispatchAlgType]
-    _is_optimal: ClassVar[bool] = False
+    _example = "for example MinHeapDispatchAlg()"
     _is_partitions_returned: ClassVar[bool] = True
     _is_equal_num_workloads: ClassVar[bool] = False
     _is_affinity_considered: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        if not hasattr(self, "_type"):
-            raise ContractError(f"{type(self).__name__} is only a base class; use for example MinHeapDispatchAlg().")
-
-    @property
-    def type(self) -> DispatchAlgType:
-        return self._type
-
-    @property
-    def is_optimal(self) -> bool:
-        return self._is_optimal
 
     @property
     def is_partitions_returned(self) -> bool:

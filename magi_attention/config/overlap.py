@@ -4,32 +4,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 from magi_attention.common.enum import AttnOverlapMode, OverlapAlgType
 from magi_attention.common.scalars import as_float
-from magi_attention.config.checks import is_instance, set_ints
+from magi_attention.config.checks import Algorithm, is_instance, set_ints
 from magi_attention.errors import ContractError
 
 
 @dataclass(frozen=True)
-class OverlapAlg:
+class OverlapAlg(Algorithm):
     """How remote chunks are grouped into stages; use one of the subclasses."""
 
-    _type: ClassVar[OverlapAlgType]
-    _is_optimal: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        if not hasattr(self, "_type"):
-            raise ContractError(f"{type(self).__name__} is only a base class; use UniformOverlapAlg().")
-
-    @property
-    def type(self) -> OverlapAlgType:
-        return self._type
-
-    @property
-    def is_optimal(self) -> bool:
-        return self._is_optimal
+    _example = "UniformOverlapAlg()"
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
@@ -55,7 +56,13 @@ class DynamicAttnAlgorithm(ABC):
 class _GridAlgorithm(DynamicAttnAlgorithm):
     """``debug_print``: one line for each solution, with what travels and the heaviest rank over the mean."""
 
+    _type: ClassVar[DynamicAttnAlgType]
     debug_print: bool = False
+
+    @property
+    def type(self) -> DynamicAttnAlgType:
+        """Which algorithm it is."""
+        return self._type
 
     def solve(
         self,
@@ -89,9 +96,7 @@ class _GridAlgorithm(DynamicAttnAlgorithm):
 class NCQDynamicAttnAlgorithm(_GridAlgorithm):
     """Queries and outputs never move: the owner of the queries computes them, as without this solver."""
 
-    @property
-    def type(self) -> DynamicAttnAlgType:
-        return DynamicAttnAlgType.NON_COMMUNICATION_QO
+    _type = DynamicAttnAlgType.NON_COMMUNICATION_QO
 
     def _ranks(self, grid: Grid, groups: int) -> Ints:
         return grid.pairs.queries.at
@@ -101,9 +106,7 @@ class GRGDynamicAttnAlgorithm(_GridAlgorithm):
     """Greedy, from random orders (seed 42): each pair goes where it adds least to what travels, among ranks that stay
     below ``MOST_LOAD``. Then ever smaller random shares of the best are placed anew."""
 
-    @property
-    def type(self) -> DynamicAttnAlgType:
-        return DynamicAttnAlgType.GREEDY_RANDOM_GRID
+    _type = DynamicAttnAlgType.GREEDY_RANDOM_GRID
 
     def _ranks(self, grid: Grid, groups: int) -> Ints:
         rng, count = np.random.default_rng(42), len(grid.pairs.area)
@@ -136,9 +139,7 @@ class SNFDynamicAttnAlgorithm(_GridAlgorithm):
     """The least limit of what a rank receives: ranks choose rows under a limit, then pairs flow to ranks that have both
     rows, by augmenting paths (``limits.py``)."""
 
-    @property
-    def type(self) -> DynamicAttnAlgType:
-        return DynamicAttnAlgType.SIMPLEX_NETWORK_FLOW
+    _type = DynamicAttnAlgType.SIMPLEX_NETWORK_FLOW
 
     def _ranks(self, grid: Grid, groups: int) -> Ints:
         return least_limit(grid, spread_by_flow)
@@ -147,17 +148,13 @@ class SNFDynamicAttnAlgorithm(_GridAlgorithm):
 class FastSNFDynamicAttnAlgorithm(SNFDynamicAttnAlgorithm):
     """The same: cells are listed sparsely in both."""
 
-    @property
-    def type(self) -> DynamicAttnAlgType:
-        return DynamicAttnAlgType.FAST_SIMPLEX_NETWORK_FLOW
+    _type = DynamicAttnAlgType.FAST_SIMPLEX_NETWORK_FLOW
 
 
 class BinaryGreedyDynamicAttnAlgorithm(_GridAlgorithm):
     """The least limit of what a rank receives, where pairs are placed greedily and in five sweeps (``limits.py``)."""
 
-    @property
-    def type(self) -> DynamicAttnAlgType:
-        return DynamicAttnAlgType.BINARY_GREEDY
+    _type = DynamicAttnAlgType.BINARY_GREEDY
 
     def _ranks(self, grid: Grid, groups: int) -> Ints:
         return least_limit(grid, spread_by_sweeps)
@@ -166,9 +163,7 @@ class BinaryGreedyDynamicAttnAlgorithm(_GridAlgorithm):
 class BinaryGreedyParallelDynamicAttnAlgorithm(BinaryGreedyDynamicAttnAlgorithm):
     """The same, and neither threads nor a broadcast: every rank finds it."""
 
-    @property
-    def type(self) -> DynamicAttnAlgType:
-        return DynamicAttnAlgType.BINARY_GREEDY_PARALLEL
+    _type = DynamicAttnAlgType.BINARY_GREEDY_PARALLEL
 
 
 class QueryMovesDynamicAttnAlgorithm(_GridAlgorithm):
@@ -176,9 +171,7 @@ class QueryMovesDynamicAttnAlgorithm(_GridAlgorithm):
     GRG and BinaryGreedy find, all balanced to ``MOST_LOAD`` and improved (``meta/solver/query_moves.py``). Needs the
     planner library."""
 
-    @property
-    def type(self) -> DynamicAttnAlgType:
-        return DynamicAttnAlgType.QUERY_MOVES
+    _type = DynamicAttnAlgType.QUERY_MOVES
 
     def _ranks(self, grid: Grid, groups: int) -> Ints:
         more = [other._ranks(grid, groups) for other in (GRGDynamicAttnAlgorithm(), BinaryGreedyDynamicAttnAlgorithm())]

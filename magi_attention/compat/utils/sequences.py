@@ -43,15 +43,21 @@ def wrap_to_list(x: Any, broadcast_to_length: int = 1) -> list[Any]:
     return out * broadcast_to_length if len(out) == 1 else out
 
 
+def _equal_ones(_list: list[Any], val: Any, just_same: bool) -> list[bool]:
+    """For each element: is it the wanted one?"""
+    if not _list:
+        return []
+    wanted = _first_or_given(_list[0], "val", val, just_same)
+    return [bool(x == wanted) for x in _list]
+
+
 def is_list_value_all(_list: list[Any], val: Any = None, just_same: bool = False, allow_empty: bool = False) -> bool:
     """Are all elements ``val`` (or, with ``just_same``, equal)? An empty list gives ``allow_empty``.
 
     ``ContractError`` if both ``val`` and ``just_same`` are given.
     """
-    if not _list:
-        return allow_empty
-    wanted = _first_or_given(_list[0], "val", val, just_same)
-    return all(x == wanted for x in _list)
+    same = _equal_ones(_list, val, just_same)
+    return all(same) if same else allow_empty
 
 
 def is_list_value_any(_list: list[Any], val: Any = None, just_same: bool = False, allow_empty: bool = False) -> bool:
@@ -59,10 +65,8 @@ def is_list_value_any(_list: list[Any], val: Any = None, just_same: bool = False
 
     ``ContractError`` if both ``val`` and ``just_same`` are given.
     """
-    if not _list:
-        return allow_empty
-    wanted = _first_or_given(_list[0], "val", val, just_same)
-    return any(x == wanted for x in _list)
+    same = _equal_ones(_list, val, just_same)
+    return any(same) if same else allow_empty
 
 
 def is_list_type_all(

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 from itertools import product
+from operator import attrgetter
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +18,18 @@ from magi_attention.errors import RangeError
 # Bounds of ``d = k - q`` that no sequence reaches: the band of a rectangle that is given none.
 INT_MAX = 10**9
 INT_MIN = -INT_MAX
+
+
+def _range_property(name: str, what: str, is_empty_allowed: bool) -> Any:
+    """One of the three ranges. Its setter copies and asks for a valid range, non-empty unless ``is_empty_allowed``."""
+
+    def put(rectangle: AttnRectangle, value: AttnRange) -> None:
+        if not (value.is_valid_close() if is_empty_allowed else value.is_valid_open()):
+            rule = "start <= end" if is_empty_allowed else "start < end"
+            raise RangeError(f"{name} {value!r} holds nothing; give {rule}.")
+        setattr(rectangle, f"_{name}", value.clone())
+
+    return property(attrgetter(f"_{name}"), put, doc=f"{what}.")
 
 
 class AttnRectangle:
@@ -61,32 +75,9 @@ class AttnRectangle:
 
     # ---- the three ranges -------------------------------------------------------------------------
 
-    @property
-    def q_range(self) -> AttnRange:
-        """Rows. As for the other two, a setter copies and asks for a valid range, q and k for a non-empty one."""
-        return self._q_range
-
-    @q_range.setter
-    def q_range(self, value: AttnRange) -> None:
-        self._q_range = _checked("q_range", value, is_empty_allowed=False)
-
-    @property
-    def k_range(self) -> AttnRange:
-        """Keys."""
-        return self._k_range
-
-    @k_range.setter
-    def k_range(self, value: AttnRange) -> None:
-        self._k_range = _checked("k_range", value, is_empty_allowed=False)
-
-    @property
-    def d_range(self) -> AttnRange:
-        """Diagonals ``k - q``, both ends included."""
-        return self._d_range
-
-    @d_range.setter
-    def d_range(self, value: AttnRange) -> None:
-        self._d_range = _checked("d_range", value, is_empty_allowed=True)
+    q_range = _range_property("q_range", "Rows", is_empty_allowed=False)
+    k_range = _range_property("k_range", "Keys", is_empty_allowed=False)
+    d_range = _range_property("d_range", "Diagonals ``k - q``, both ends included", is_empty_allowed=True)
 
     # ---- shrinking in place -----------------------------------------------------------------------
 
@@ -275,13 +266,6 @@ class AttnRectangle:
     def __repr__(self) -> str:
         band = f"[{self.d_range.start}, {self.d_range.end}]"
         return f"q {self.q_range!r} x k {self.k_range!r} with k - q in {band}"
-
-
-def _checked(name: str, value: AttnRange, is_empty_allowed: bool) -> AttnRange:
-    if not (value.is_valid_close() if is_empty_allowed else value.is_valid_open()):
-        rule = "start <= end" if is_empty_allowed else "start < end"
-        raise RangeError(f"{name} {value!r} holds nothing; give {rule}.")
-    return value.clone()
 
 
 def _triangle(n: int) -> int:
