@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,10 +17,17 @@ from magi_attention.functional import layout as token_layout
 _WHERE = "SymInt handle, str group"
 
 
-@torch.library.custom_op(
-    "magi_attention::shard_rows", mutates_args=(),
-    schema=f"(Tensor x, {_WHERE}, SymInt local_rows, Scalar pad_value, bool is_partial_grad) -> Tensor",
-)  # fmt: skip
+def _op(schema: str) -> Callable[[Callable[..., torch.Tensor]], Any]:
+    """The custom op of the same name as the function that follows; it changes no argument."""
+
+    def define(function: Callable[..., torch.Tensor]) -> Any:
+        name = f"magi_attention::{function.__name__}"
+        return torch.library.custom_op(name, function, mutates_args=(), schema=schema)
+
+    return define
+
+
+@_op(f"(Tensor x, {_WHERE}, SymInt local_rows, Scalar pad_value, bool is_partial_grad) -> Tensor")
 def shard_rows(x, handle, group, local_rows, pad_value, is_partial_grad):
     """This rank's rows, (local_rows, ...), of the global tensor without pads."""
     return token_layout.shard(x, layout_of(handle, group, local_rows), pad_value)
@@ -30,9 +38,7 @@ def _(x, handle, group, local_rows, pad_value, is_partial_grad):
     return x.new_empty((local_rows, *x.shape[1:]))
 
 
-@torch.library.custom_op(
-    "magi_attention::place_rows", mutates_args=(), schema=f"(Tensor x, {_WHERE}, SymInt total_rows) -> Tensor"
-)
+@_op(f"(Tensor x, {_WHERE}, SymInt total_rows) -> Tensor")
 def place_rows(x, handle, group, total_rows):
     """This rank's rows at their places in the global tensor without pads, (total_rows, ...), and zero elsewhere."""
     return token_layout.place(x, layout_of(handle, group))
@@ -43,10 +49,7 @@ def _(x, handle, group, total_rows):
     return x.new_empty((total_rows, *x.shape[1:]))
 
 
-@torch.library.custom_op(
-    "magi_attention::gather_rows", mutates_args=(),
-    schema=f"(Tensor x, {_WHERE}, SymInt total_rows, bool is_partial_grad) -> Tensor",
-)  # fmt: skip
+@_op(f"(Tensor x, {_WHERE}, SymInt total_rows, bool is_partial_grad) -> Tensor")
 def gather_rows(x, handle, group, total_rows, is_partial_grad):
     """The global tensor without pads, (total_rows, ...), from every rank's rows."""
     return token_layout.gather(x, layout_of(handle, group)).contiguous()
@@ -57,9 +60,7 @@ def _(x, handle, group, total_rows, is_partial_grad):
     return x.new_empty((total_rows, *x.shape[1:]))
 
 
-@torch.library.custom_op(
-    "magi_attention::sum_rows", mutates_args=(), schema=f"(Tensor x, {_WHERE}, SymInt local_rows) -> Tensor"
-)
+@_op(f"(Tensor x, {_WHERE}, SymInt local_rows) -> Tensor")
 def sum_rows(x, handle, group, local_rows):
     """This rank's rows of the sum of all ranks' global tensors, without pads."""
     return token_layout.sum_shards(x, layout_of(handle, group, local_rows))
@@ -70,10 +71,7 @@ def _(x, handle, group, local_rows):
     return x.new_empty((local_rows, *x.shape[1:]))
 
 
-@torch.library.custom_op(
-    "magi_attention::roll_rows", mutates_args=(),
-    schema=f"(Tensor x, {_WHERE}, int shift, int dim, bool simple) -> Tensor",
-)  # fmt: skip
+@_op(f"(Tensor x, {_WHERE}, int shift, int dim, bool simple) -> Tensor")
 def roll_rows(x, handle, group, shift, dim, simple):
     """This rank's rows of the padded global tensor, rolled."""
     return token_layout.roll(x, layout_of(handle, group), shift, dim, simple).contiguous()
@@ -84,10 +82,7 @@ def _(x, handle, group, shift, dim, simple):
     return x.new_empty(x.shape)
 
 
-@torch.library.custom_op(
-    "magi_attention::document_labels", mutates_args=(),
-    schema=f"(Tensor tokens, Tensor? cu_seqlens, {_WHERE}, int depth, int ignore_index, int dim) -> Tensor",
-)  # fmt: skip
+@_op(f"(Tensor tokens, Tensor? cu_seqlens, {_WHERE}, int depth, int ignore_index, int dim) -> Tensor")
 def document_labels(tokens, cu_seqlens, handle, group, depth, ignore_index, dim):
     """As of ``functional.documents.labels``."""
     layout = layout_of(handle, group)
@@ -99,13 +94,7 @@ def _(tokens, cu_seqlens, handle, group, depth, ignore_index, dim):
     return tokens.new_empty(tokens.shape)
 
 
-@torch.library.custom_op(
-    "magi_attention::position_ids", mutates_args=(),
-    schema=(
-        f"(Tensor? cu_seqlens, {_WHERE}, SymInt? of_rank, SymInt local_rows, bool per_document, Device device) "
-        "-> Tensor"
-    ),
-)  # fmt: skip
+@_op(f"(Tensor? cu_seqlens, {_WHERE}, SymInt? of_rank, SymInt local_rows, bool per_document, Device device) -> Tensor")
 def position_ids(cu_seqlens, handle, group, of_rank, local_rows, per_document, device):
     """(local_rows,) int64, as of ``layout.positions`` and ``documents.document_positions``; of another rank, too."""
     if of_rank is not None:

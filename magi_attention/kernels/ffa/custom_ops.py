@@ -142,12 +142,8 @@ def flex_fwd(
 
 
 @flex_fwd.register_fake
-def _(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, q_ranges: torch.Tensor, k_ranges: torch.Tensor,
-    attn_type_map: Maybe, sink: Maybe,
-    sink_layout: str, softmax_scale: float, softcap: float, deterministic: bool, sm_margin: int,
-    return_max_logits: bool, prefer: str, needs_backward: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    *_, return_max_logits, _prefer, _needs_backward = rest
     acc = accumulation_dtype(q.dtype)
     tokens, heads = q.shape[0], q.shape[1]
     return (
@@ -196,9 +192,9 @@ def flex_bwd(
 @flex_bwd.register_fake
 def _(
     dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, lse: torch.Tensor,
-    q_ranges: torch.Tensor, k_ranges: torch.Tensor, attn_type_map: Maybe, sink: Maybe, sink_layout: str,
-    softmax_scale: float, softcap: float, deterministic: bool, sm_margin: int, prefer: str, dlse: Maybe = None,
+    *rest: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    sink = rest[3]  # behind the three tensors of the mask
     dsink = lse.new_empty((0,)) if sink is None else sink.new_empty(sink.shape)
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsink
 

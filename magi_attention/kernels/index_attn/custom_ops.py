@@ -52,11 +52,9 @@ def index_fwd(
 
 @index_fwd.register_fake
 def _(
-    q: torch.Tensor, k: torch.Tensor, v: Maybe, head_dim_v: int, rows: torch.Tensor, counts: torch.Tensor,
-    q_block_size: int, k_block_size: int, k_start: Maybe, k_end: Maybe, sink: Maybe, sink_layout: str,
-    softmax_scale: float, softcap: float, deterministic: bool, sm_margin: int, return_max_logits: bool,
-    needs_backward: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    q: torch.Tensor, k: torch.Tensor, v: Maybe, head_dim_v: int, *rest: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    *_, return_max_logits, _needs_backward = rest
     acc, heads = accumulation_dtype(q.dtype), q.shape[1]
     return (
         q.new_empty((q.shape[0], heads, head_dim_v)),
@@ -99,10 +97,9 @@ def index_bwd(
 @index_bwd.register_fake
 def _(
     dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: Maybe, head_dim_v: int, out: torch.Tensor,
-    lse: torch.Tensor, rows: torch.Tensor, counts: torch.Tensor, q_block_size: int, k_block_size: int, k_start: Maybe,
-    k_end: Maybe, sink: Maybe, sink_layout: str, softmax_scale: float, softcap: float, deterministic: bool,
-    sm_margin: int, dlse: Maybe = None,
+    lse: torch.Tensor, *rest: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    sink = rest[6]  # behind the lists
     dsink = lse.new_empty((0,)) if sink is None else sink.new_empty(sink.shape)
     dv = k.new_empty((0,)) if v is None else v.new_empty(v.shape)
     return q.new_empty(q.shape), k.new_empty(k.shape), dv, dsink
