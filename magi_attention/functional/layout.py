@@ -40,15 +40,20 @@ _ROUTES: Kind[int, RollRoute] = Kind("route of a roll", lambda route: [route.sen
 _ROUTE_ROWS: Kind[tuple[int, torch.device], tuple[torch.Tensor, torch.Tensor]] = Kind("rows of a roll", on_gpu)
 
 
+def check_ranks(plan: Plan, transport: Transport) -> None:
+    """``ContractError`` unless the group has as many ranks as the plan."""
+    if transport.size != plan.cp_size:
+        raise ContractError(
+            f"The plan is for {plan.cp_size} ranks and the group has {transport.size}; "
+            "make the plan with cp_size equal to the group's size."
+        )
+
+
 class TokenLayout:
     """Where the tokens of ``plan`` live, as seen by ``transport.rank``; index tensors are made once."""
 
     def __init__(self, plan: Plan, transport: Transport) -> None:
-        if transport.size != plan.cp_size:
-            raise ContractError(
-                f"The plan is for {plan.cp_size} ranks and the group has {transport.size}; "
-                "make the plan with cp_size equal to the group's size."
-            )
+        check_ranks(plan, transport)
         self.plan = plan
         self.transport = transport
         self.rank = transport.rank

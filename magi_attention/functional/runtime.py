@@ -29,6 +29,7 @@ from magi_attention.functional.first_use import BACKWARD, FORWARD, ensure_call, 
 from magi_attention.functional.head_groups import rows_by_group
 from magi_attention.functional.inputs import check_local_qkv
 from magi_attention.functional.joined import are_on_one_host, is_joined_faster
+from magi_attention.functional.layout import check_ranks
 from magi_attention.functional.one_launch.base import OneLaunch, PreparedFused
 from magi_attention.functional.one_launch.choice import over_nodes, over_nvlink
 from magi_attention.functional.stage_comm import QueryComm, StageComm
@@ -161,11 +162,7 @@ class AttnRuntime:
         hierarchy: NodeLevels | None = None,
         head_groups: int = 1,
     ) -> None:
-        if transport.size != plan.cp_size:
-            raise ContractError(
-                f"The plan is for {plan.cp_size} ranks and the group has {transport.size}; "
-                "make the plan with cp_size equal to the group's size."
-            )
+        check_ranks(plan, transport)
         self.plan = plan
         self.transport = transport
         self.registry = registry

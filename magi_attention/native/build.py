@@ -116,8 +116,7 @@ def ffa_job(
         sources += [*sorted((csrc / "range_ops").glob("*.cu")), *sorted((folder / "index").glob("*.cu"))]
     flags = toolchain.nvcc_flags(arch)
     # Each object is whole: to link device code would only add an empty cubin, and not always one of this target.
-    link = [nvcc, "-shared", "-cudart", "static", "-nodlink"]
-    link += [word for flag in toolchain.strip_flags() for word in ("-Xlinker", flag)]
+    link = _nvcc_link(nvcc, "-nodlink")
     stems = tuple(sorted(v.stem for v in variants))
     return Job(
         family.library, sources, [nvcc, *flags, f"--threads={threads}"], link, [*_include(csrc), folder],
@@ -125,13 +124,17 @@ def ffa_job(
     )  # fmt: skip
 
 
+def _nvcc_link(nvcc: str, *flags: str) -> list[str]:
+    strip = [word for flag in toolchain.strip_flags() for word in ("-Xlinker", flag)]
+    return [nvcc, "-shared", "-cudart", "static", *flags, *strip]
+
+
 def gin_job(csrc: Path) -> Job:
     """The same transfers over NCCL's device API. NCCL is not linked in: the one that torch loads is used."""
     nvcc, nccl = str(toolchain.require_nvcc()), toolchain.require_nccl()
     target, code, plain = _exchange_flags()
     sources = _exchange_sources(csrc, "gin")
-    link = [nvcc, "-shared", "-cudart", "static", *code]
-    link += [word for flag in toolchain.strip_flags() for word in ("-Xlinker", flag)]
+    link = _nvcc_link(nvcc, *code)
     compile_command = [nvcc, *plain, *code, *_without_paths(csrc, nccl=nccl), "-DMAGI_COMM_GIN"]
     include = [*_include(csrc), nccl / "include"]
     return Job(GIN, sources, compile_command, link, include, (target,), (), is_guarded=False)
@@ -163,8 +166,7 @@ def comm_job(csrc: Path) -> Job:
     target, code, plain = _exchange_flags()
     sources = _exchange_sources(csrc, "nvshmem")
     # -rdc: the device half of NVSHMEM is a library of device code, so here device code is linked.
-    link = [nvcc, "-shared", "-cudart", "static", *code]
-    link += [word for flag in toolchain.strip_flags() for word in ("-Xlinker", flag)]
+    link = _nvcc_link(nvcc, *code)
     half = [str(nvshmem / "lib" / "libnvshmem_device.a")]  # by its path: -L would stand in the linked device code
     include = [*_include(csrc), nvshmem / "include"]
     compile_command = [nvcc, *plain, *code, *_without_paths(csrc, nvshmem=nvshmem), "-rdc=true"]

@@ -154,11 +154,15 @@ def jobset(spec: LaunchSpec, target: Target) -> dict:
     return _object("jobset.x-k8s.io/v1alpha2", "JobSet", spec, target, body)
 
 
+def _head_of(spec: LaunchSpec, variable: str) -> tuple[str, str]:
+    """Where node 0 is: the address that the spec gives, else what the operator puts into ``variable``."""
+    given = spec.rendezvous.address
+    return ("--master-addr", given) if given else ("--master-addr-from", variable)
+
+
 def lws(spec: LaunchSpec, target: Target) -> dict:
     """A group of pods that is kept up: the command starts again when it ends, so it suits one that serves."""
-    address = ("--master-addr", spec.rendezvous.address)
-    if not spec.rendezvous.address:
-        address = ("--master-addr-from", "LWS_LEADER_ADDRESS")
+    address = _head_of(spec, "LWS_LEADER_ADDRESS")
     command = _runner(spec, target, ("--node-rank-from", "LWS_WORKER_INDEX"), address)
     template = {"metadata": {"labels": _labels(target)}, "spec": pod_spec(spec, target, command)}
     group = {"size": spec.nodes, "restartPolicy": "RecreateGroupOnPodRestart", "workerTemplate": template}
@@ -168,10 +172,7 @@ def lws(spec: LaunchSpec, target: Target) -> dict:
 
 def pytorchjob(spec: LaunchSpec, target: Target) -> dict:
     """Kubeflow's operator sets RANK of the pod and MASTER_ADDR; the container must be called pytorch."""
-    address = ("--master-addr", spec.rendezvous.address)
-    if not spec.rendezvous.address:
-        address = ("--master-addr-from", "MASTER_ADDR")
-    command = _runner(spec, target, ("--node-rank-from", "RANK"), address)
+    command = _runner(spec, target, ("--node-rank-from", "RANK"), _head_of(spec, "MASTER_ADDR"))
     pod = pod_spec(spec, target, command, "pytorch")
     pod["containers"][0]["ports"] = [{"name": "pytorchjob-port", "containerPort": spec.port}]
     template = {"metadata": {"labels": _labels(target)}, "spec": pod}
