@@ -52,6 +52,12 @@ class WheelBackend(WheelKernels):
     """A ``FinalBackend`` on the kernels of a wheel, called ``title`` in reasons."""
 
     title: ClassVar[str]
+    preference_on_blackwell: ClassVar[int]
+
+    def preference(self, problem: Problem) -> int:
+        """Ahead of our portable kernels on 10.x, which do without that GPU's own matrix instructions."""
+        is_blackwell = problem.capability is not None and problem.capability[0] == 10
+        return self.preference_on_blackwell if is_blackwell else 0
 
     def _why_not_any(self, p: Problem) -> str | None:
         """The limits that the kernels of all wheels have."""

@@ -10,16 +10,18 @@ from magi_attention.native import abi
 from magi_attention.native.c_struct import fields, strides
 
 _SHAPE = "version dtype total_q total_k heads_q heads_kv head_dim head_dim_v q_block k_block max_entries"
+_FWD_HEAD = f"""
+    int32 {_SHAPE} sm_margin
+    float softmax_scale
+    int32 reserved
+    int64 {strides('q k v out')}
+"""
 
 
 class IndexFwdParams(ctypes.Structure):
     """``magi_ffa_index_fwd_params``. Strides in elements, addresses as integers."""
 
-    _fields_ = fields(f"""
-        int32 {_SHAPE} sm_margin
-        float softmax_scale
-        int32 reserved
-        int64 {strides('q k v out')}
+    _fields_ = fields(_FWD_HEAD + """
         void* q k v out lse lists key_counts k_starts stream
     """)
 
@@ -27,11 +29,7 @@ class IndexFwdParams(ctypes.Structure):
 class IndexFwdBlocksParams(ctypes.Structure):
     """``magi_ffa_index_fwd_blocks_params``. Strides in elements, addresses as integers."""
 
-    _fields_ = fields(f"""
-        int32 {_SHAPE} sm_margin
-        float softmax_scale
-        int32 reserved
-        int64 {strides('q k v out')}
+    _fields_ = fields(_FWD_HEAD + """
         void* q k v out lse lists counts workspace stream
     """)
 

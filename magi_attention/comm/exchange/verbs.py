@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 
@@ -132,23 +132,35 @@ class NvshmemVerbs(_LibraryVerbs):
         self.library.free(memory.data_ptr())
 
 
-class NvshmemFactory:
+class _Factory:
+    """Loads the library of a network of GPUs."""
+
+    name: ClassVar[str]
+    version = ""
+    _library: Any = None
+
+    def _why_not_device(self, device: torch.device) -> str | None:
+        if device.type == "cuda":
+            return None
+        return f"tensors are on {device.type}, and {self.name} moves those of GPUs"
+
+    def _why_not_library(self, load: Callable[[], Nvshmem | Gin]) -> str | None:
+        try:
+            self._library = load()
+        except UnsupportedError as error:
+            return f"{self.name} cannot be used: {error}"
+        self.version = _versions(self._library.built, self._library.loaded)
+        return None
+
+
+class NvshmemFactory(_Factory):
     """NVSHMEM for the GPUs of a group. A process can be in one such group at a time, which is NVSHMEM's own limit."""
 
     name = "NVSHMEM"
 
-    def __init__(self) -> None:
-        self._library: Nvshmem | None = None
-        self.version = ""
-
     def why_not(self, transport: Transport, device: torch.device) -> str | None:
-        if device.type != "cuda":
-            return f"tensors are on {device.type}, and NVSHMEM moves those of GPUs"
-        try:
-            self._library = Nvshmem()
-        except UnsupportedError as error:
-            return f"NVSHMEM cannot be used: {error}"
-        self.version = _versions(self._library.built, self._library.loaded)
+        if reason := self._why_not_device(device) or self._why_not_library(Nvshmem):
+            return reason
         if self._library.has_joined and _Joined.KEY not in _kept(transport):
             return "NVSHMEM has joined another group already, and a process can be in one"
         if not hasattr(transport, "store"):
@@ -181,26 +193,17 @@ class GinVerbs(_LibraryVerbs):
         self.library.free()
 
 
-class GinFactory:
+class GinFactory(_Factory):
     """NCCL's device API over the communicator that torch has for a group of GPUs."""
 
     name = "GIN"
 
-    def __init__(self) -> None:
-        self._library: Gin | None = None
-        self.version = ""
-
     def why_not(self, transport: Transport, device: torch.device) -> str | None:
-        if device.type != "cuda":
-            return f"tensors are on {device.type}, and GIN moves those of GPUs"
+        if reason := self._why_not_device(device):
+            return reason
         if not hasattr(_backend(transport, device), "_comm_ptr"):
             return "the group has no communicator of NCCL for these tensors"
-        try:
-            self._library = Gin()
-        except UnsupportedError as error:
-            return f"GIN cannot be used: {error}"
-        self.version = _versions(self._library.built, self._library.loaded)
-        return None
+        return self._why_not_library(Gin)
 
     def join(self, transport: Transport, device: torch.device) -> GinVerbs:
         assert self._library is not None

@@ -84,19 +84,17 @@ class AttnRectangle:
     def shrink_q_range(self) -> bool:
         """Drops rows without pairs; False, with nothing changed, if no row is left."""
         (q0, q1), (k0, k1), (low, high) = self._bounds()
-        start, end = max(q0, k0 - high), min(q1, k1 - low)
-        if start >= end:
-            return False
-        self.q_range = AttnRange(start, end)
-        return True
+        return self._shrink("q_range", max(q0, k0 - high), min(q1, k1 - low))
 
     def shrink_k_range(self) -> bool:
         """Drops keys without pairs; False, with nothing changed, if no key is left."""
         (q0, q1), (k0, k1), (low, high) = self._bounds()
-        start, end = max(k0, q0 + low), min(k1, q1 + high)
+        return self._shrink("k_range", max(k0, q0 + low), min(k1, q1 + high))
+
+    def _shrink(self, name: str, start: int, end: int) -> bool:
         if start >= end:
             return False
-        self.k_range = AttnRange(start, end)
+        setattr(self, name, AttnRange(start, end))
         return True
 
     def shrink_d_range(self) -> bool:

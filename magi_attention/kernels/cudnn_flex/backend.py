@@ -55,11 +55,7 @@ class CudnnFlexBackend(WheelBackend):
     """The kernels of ``cudnn.flex_attention``; plans are kept with their masks."""
 
     name: str = "cudnn_flex"
-    title = "cudnn.flex_attention"
-
-    def preference(self, problem: Problem) -> int:
-        """Ahead of our portable kernels on 10.x, which do without that GPU's own matrix instructions."""
-        return 2 if problem.capability is not None and problem.capability[0] == 10 else 0
+    title, preference_on_blackwell = "cudnn.flex_attention", 2
 
     def why_not(self, problem: Problem) -> str | None:
         p = problem

@@ -44,11 +44,7 @@ class Fa4Backend(WheelBackend):
     """The kernels of FlashAttention-4; blocks are kept with their masks."""
 
     name: str = "fa4"
-    title = "FlashAttention-4"
-
-    def preference(self, problem: Problem) -> int:
-        """Ahead of our portable kernels on 10.x, which do without that GPU's own matrix instructions."""
-        return 1 if problem.capability is not None and problem.capability[0] == 10 else 0
+    title, preference_on_blackwell = "FlashAttention-4", 1
 
     def why_not(self, problem: Problem) -> str | None:
         p = problem
