@@ -163,8 +163,10 @@ def data_of(run: Run, baseline: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def page(data: dict[str, Any]) -> str:
-    """The page with its data inside; ``<`` is escaped, so that no text of the data ends the script."""
-    text = json.dumps(data, allow_nan=False).replace("<", "\\u003c")
+    """The page with its data inside."""
+    from magi_attention.tools.report.html import in_script
+
+    text = in_script(json.dumps(data, allow_nan=False))
     return (FOLDER / "page.html").read_text(encoding="utf-8").replace("/*DATA*/", text)
 
 

@@ -34,7 +34,6 @@ ALLOWED: dict[str, set[str]] = {
     "comm": {*LEAVES, "env", "config", "common", "native"},
     "functional": {*LEAVES, "env", "config", "common", "meta", "kernels", "comm"},
     "api": {*LEAVES, "env", "config", "common", "meta", "kernels", "comm", "functional"},
-    "utils": set(),
     "tools": set(),
     "tools.report": {*LEAVES, "env", "config", "common", "meta"},
     "tools.simulate": {*LEAVES, "config", "common", "meta"},

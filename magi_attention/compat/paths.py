@@ -23,8 +23,10 @@ _PACKAGE = "magi_attention"
 
 MODULES: dict[str, str] = {
     "_version": "version",
-    "benchmarking.image_grid": "benchmarking.report",
-    "benchmarking.utils": "benchmarking.bench",
+    "benchmarking.bench": "compat.benchmarking.bench",
+    "benchmarking.image_grid": "compat.benchmarking.report",
+    "benchmarking.report": "compat.benchmarking.report",
+    "benchmarking.utils": "compat.benchmarking.bench",
     "comm.functional": "comm.collectives.gather",
     "comm.primitive": "compat.primitive",
     "comm.primitive._all2all_v": "comm.collectives.gather",
@@ -75,6 +77,7 @@ MODULES: dict[str, str] = {
     "testing.params": "compat.testing.params",
     "testing.ref_attn": "compat.testing.ref_attn",
     "testing.utils": "compat.testing",
+    "utils": "compat.utils",
     "utils._utils": "compat.utils",
     "utils.cost": "compat.utils.cost",
     "utils.debug": "compat.utils.debug",
@@ -84,6 +87,7 @@ MODULES: dict[str, str] = {
     "utils.dtypes": "compat.utils.dtypes",
     "utils.matrix": "compat.utils.matrix",
     "utils.metaclass": "compat.names",
+    "utils.nvtx": "compat.utils.nvtx",
     "utils.sequences": "compat.utils.sequences",
     "utils.sparse_utils": "compat.sparse_utils",
 }
@@ -99,7 +103,8 @@ FOLDERS: dict[str, str] = {
 
 # The published package imports all other paths of the table with itself; here the import of api does.
 LATE = (
-    "benchmarking.image_grid benchmarking.utils common.protocols meta.solver.dynamic_solver_vis "
+    "benchmarking.bench benchmarking.image_grid benchmarking.report benchmarking.utils common.protocols "
+    "meta.solver.dynamic_solver_vis "
     "testing.dist_common testing.envvars testing.flag_generator testing.gt_dispatcher testing.params testing.ref_attn "
     "testing.utils utils.dtype"
 ).split()  # fmt: skip
@@ -108,9 +113,9 @@ LATE = (
 NAMES: dict[str, dict[str, str]] = {
     "api": {"compat.legacy": "magi_attn_flex_dispatch magi_attn_varlen_dispatch"},
     "api.magi_attn_interface": {"compat.legacy": "magi_attn_flex_dispatch magi_attn_varlen_dispatch"},
-    "benchmarking.bench": {
-        "benchmarking.report": "Benchmark Mark perf_report report_all_from_perf",
-        "compat.names": "maybe_dist_sync nvml_context",
+    "benchmarking": {
+        "compat.benchmarking.bench": "MemRecorder do_bench do_bench_flops do_bench_mem",
+        "compat.benchmarking.report": "Benchmark Mark make_img_grid perf_report report_all_from_perf",
     },
     "comm.collectives.work": {"compat.names": "GeneralWorkItem"},
     "common": {"compat.values": "AttnMask AttnRectangle AttnRectangles jit"},
@@ -141,18 +146,6 @@ NAMES: dict[str, dict[str, str]] = {
         "compat.utils.sequences": "str2seed",
         "testing.precision": "assert_close",
     },
-    "utils": {
-        "compat.utils": "argmax argmin argsort ceil_div clearup_dist_env cu_seqlens2seqlens find_factors_in_range "
-        "flatten_nested_list fp_dtype_bits get_a2a_corr_factor get_calc_cost_factor get_comm_cost_factor "
-        "get_factors get_num_sms is_ampere is_blackwell is_fp_dtype_at_least is_hopper is_list_type_all "
-        "is_list_value_all is_list_value_any is_same_device_mesh is_same_process_group "
-        "make_attn_mask_from_ffa_args make_slice_mask_from_ffa_attn_type max_fp_dtype missing_dependency "
-        "pad_and_pack_tensors perm_idxs2unperm_idxs repr_matrix rprint_rank seqlens2cu_seqlens "
-        "set_random_seed setup_dist_env str2seed sync_rng to_higher_fp_dtype to_triton_dtype transpose_matrix "
-        "vis_attn_mask vis_cute_layout vis_matrix wrap_to_list write_rank",
-        "compat.utils.debug": "debugpy_listen",
-    },
-    "utils.nvtx": {"compat.names": "nvtx_range_push nvtx_range_pop"},
 }
 
 

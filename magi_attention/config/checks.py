@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from numbers import Real
+from operator import attrgetter
 from typing import Any, ClassVar
 
 from magi_attention.common.scalars import as_int
@@ -39,12 +40,5 @@ class Algorithm:
         if not hasattr(self, "_type"):
             raise ContractError(f"{type(self).__name__} is only a base class; use {self._example}.")
 
-    @property
-    def type(self) -> Any:
-        """The member of the enumeration of such algorithms."""
-        return self._type
-
-    @property
-    def is_optimal(self) -> bool:
-        """Is the answer the best one?"""
-        return self._is_optimal
+    type = property(attrgetter("_type"), doc="The member of the enumeration of such algorithms.")
+    is_optimal = property(attrgetter("_is_optimal"), doc="Is the answer the best one?")

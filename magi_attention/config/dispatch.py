@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import ClassVar
 
 from magi_attention.common.enum import DispatchAlgType
@@ -27,17 +28,9 @@ class DispatchAlg(Algorithm):
     _is_equal_num_workloads: ClassVar[bool] = False
     _is_affinity_considered: ClassVar[bool] = False
 
-    @property
-    def is_partitions_returned(self) -> bool:
-        return self._is_partitions_returned
-
-    @property
-    def is_equal_num_workloads(self) -> bool:
-        return self._is_equal_num_workloads
-
-    @property
-    def is_affinity_considered(self) -> bool:
-        return self._is_affinity_considered
+    is_partitions_returned = property(attrgetter("_is_partitions_returned"))
+    is_equal_num_workloads = property(attrgetter("_is_equal_num_workloads"))
+    is_affinity_considered = property(attrgetter("_is_affinity_considered"))
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from magi_attention import benchmarking as bm
-from magi_attention.benchmarking import bench, timing
-from magi_attention.benchmarking.report import Table
+from magi_attention.benchmarking import timing
+from magi_attention.compat.benchmarking import bench
+from magi_attention.compat.benchmarking.report import Table
 from magi_attention.errors import ContractError, UnsupportedError
 
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from magi_attention.common.slices import CAUSAL, INVCAUSAL, trim
+from magi_attention.compat.figures import drawn
 from magi_attention.compat.values.rectangles import AttnRectangles
-from magi_attention.errors import UnsupportedError
 from magi_attention.meta.solver.placement import Ints
 
 
@@ -23,25 +23,19 @@ def visualize_buckets(
 
 def draw_slices(slices_per_rank: Sequence[Ints], title: str, save_path: str | None) -> None:
     """As ``visualize_buckets``, from slices ``(N, 5)`` of each rank."""
-    try:
-        from matplotlib import colormaps, pyplot
-        from matplotlib.collections import PolyCollection
-    except ImportError:
-        raise UnsupportedError("Plots need matplotlib; run `pip install matplotlib`.") from None
-    figure, axis = pyplot.subplots(figsize=(8, 8))
     every = np.concatenate([np.zeros((1, 5), dtype=np.int64), *slices_per_rank])
-    for rank, slices in enumerate(slices_per_rank):
-        color = colormaps["hsv"](rank / max(len(slices_per_rank), 1))
-        axis.add_collection(PolyCollection(_outlines(slices), facecolors=[color], label=f"rank {rank}"))
-    axis.set_xlim(0, max(int(every[:, 3].max()), 1))
-    axis.set_ylim(max(int(every[:, 1].max()), 1), 0)
-    axis.set(title=title, xlabel="key", ylabel="query", aspect="equal")
-    axis.legend(loc="upper left", bbox_to_anchor=(1, 1))
-    if save_path is None:
-        pyplot.show()
-    else:
-        figure.savefig(save_path, bbox_inches="tight", format="png")
-    pyplot.close(figure)
+    with drawn(save_path, size=(8, 8), file_format="png") as axes:
+        from matplotlib import colormaps
+        from matplotlib.collections import PolyCollection
+
+        axis = axes[0, 0]
+        for rank, slices in enumerate(slices_per_rank):
+            color = colormaps["hsv"](rank / max(len(slices_per_rank), 1))
+            axis.add_collection(PolyCollection(_outlines(slices), facecolors=[color], label=f"rank {rank}"))
+        axis.set_xlim(0, max(int(every[:, 3].max()), 1))
+        axis.set_ylim(max(int(every[:, 1].max()), 1), 0)
+        axis.set(title=title, xlabel="key", ylabel="query", aspect="equal")
+        axis.legend(loc="upper left", bbox_to_anchor=(1, 1))
 
 
 def _outlines(slices: Ints) -> list[list[tuple[int, int]]]:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Helpers for scripts, tests and integrations. Nothing in the core of the package needs them."""
 
-from magi_attention.compat.utils import debug
+from magi_attention.compat.utils import debug, nvtx
 from magi_attention.compat.utils.cost import get_a2a_corr_factor, get_calc_cost_factor, get_comm_cost_factor
+from magi_attention.compat.utils.debug import debugpy_listen
 from magi_attention.compat.utils.device import get_num_sms, is_ampere, is_blackwell, is_hopper
 from magi_attention.compat.utils.dist import (
     clearup_dist_env,
@@ -49,7 +50,6 @@ from magi_attention.compat.utils.sequences import (
     transpose_matrix,
     wrap_to_list,
 )
-from magi_attention.utils import nvtx
 
 __all__ = [
     "argmax",
@@ -59,6 +59,7 @@ __all__ = [
     "clearup_dist_env",
     "cu_seqlens2seqlens",
     "debug",
+    "debugpy_listen",
     "find_factors_in_range",
     "flatten_nested_list",
     "fp_dtype_bits",

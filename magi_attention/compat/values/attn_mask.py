@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from magi_attention.common.ranges import AttnRanges
 from magi_attention.common.rows import RowIntervals
 from magi_attention.common.scalars import as_bools
 from magi_attention.common.slices import INVCAUSAL, K0, K1, Q0, Q1, TYPE, SliceTable
+from magi_attention.compat.figures import drawn
 from magi_attention.errors import ContractError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -120,17 +122,9 @@ class AttnMask:
 
     # ---- reading ----------------------------------------------------------------------------------
 
-    @property
-    def slices(self) -> SliceTable:
-        return self._table
-
-    @property
-    def total_seqlen_q(self) -> int:
-        return self._total_q
-
-    @property
-    def total_seqlen_k(self) -> int:
-        return self._total_k
+    slices = property(attrgetter("_table"), doc="``SliceTable``.")
+    total_seqlen_q = property(attrgetter("_total_q"))
+    total_seqlen_k = property(attrgetter("_total_k"))
 
     @property
     def q_ranges(self) -> AttnRanges:
@@ -261,17 +255,6 @@ def draw_matrix(matrix: NDArray[np.bool_], save_path: str | None = None, title: 
     Raises:
         UnsupportedError: matplotlib is missing.
     """
-    try:
-        from matplotlib import pyplot as plt
-    except ImportError:
-        raise UnsupportedError("Drawing needs matplotlib; run `pip install matplotlib`.") from None
-    figure, axes = plt.subplots(figsize=(8, 8))
-    axes.imshow(matrix, aspect="auto", interpolation="nearest", cmap="viridis")
-    axes.set_title(title)
-    axes.set_xlabel("key")
-    axes.set_ylabel("query")
-    if save_path is None:
-        plt.show()
-    else:
-        figure.savefig(save_path, bbox_inches="tight")
-    plt.close(figure)
+    with drawn(save_path, size=(8, 8)) as axes:
+        axes[0, 0].imshow(matrix, aspect="auto", interpolation="nearest", cmap="viridis")
+        axes[0, 0].set(title=title, xlabel="key", ylabel="query")

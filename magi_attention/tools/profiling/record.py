@@ -30,8 +30,8 @@ from magi_attention.config.rates import MachineRates, find_rates, rates_file, re
 from magi_attention.kernels.registry import default_registry
 from magi_attention.meta.cost import CostModel, timeline
 from magi_attention.meta.plan import Plan
+from magi_attention.tools.profiling.nvtx import switch_profile
 from magi_attention.tools.profiling.trace import ANCHOR, OWN_KEY, STAGES_PID
-from magi_attention.utils.nvtx import switch_profile
 
 SKIP, STEPS = 2, 2
 

@@ -73,6 +73,11 @@ def _section(section: Section) -> str:
     return "<section>" + "\n".join(parts) + "</section>"
 
 
+def in_script(data: str) -> str:
+    """JSON to stand in the script of a page: no "<" of it may end the script."""
+    return data.replace("<", "\\u003c")
+
+
 def page(title: str, lead: str, facts: Sequence[Fact], sections: Sequence[Section]) -> str:
     """The whole page as text."""
     return "\n".join(

@@ -10,7 +10,7 @@ from typing import Any
 
 from magi_attention.meta.plan import Plan
 from magi_attention.tools.report.colours import as_script
-from magi_attention.tools.report.html import STYLE
+from magi_attention.tools.report.html import STYLE, in_script
 from magi_attention.tools.report.plan_data import Setting, as_json, page_data
 
 MOST_BYTES = 1_800_000  # of data on a page
@@ -27,8 +27,7 @@ def plan_page(
 
     What does not fit ``limit`` bytes of data is left out, and the page says so.
     """
-    # No "<" of the data may end the script that holds it.
-    data = as_json({**page_data(settings, limit), "run": run}).replace("<", "\\u003c")
+    data = in_script(as_json({**page_data(settings, limit), "run": run}))
     parts = {
         "style": STYLE + _resource("page.css"),
         "title": escape(title),

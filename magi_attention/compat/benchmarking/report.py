@@ -12,16 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from magi_attention.cli.common import table_text
+from magi_attention.compat.figures import drawn, pyplot
 from magi_attention.errors import ContractError, UnsupportedError
 from magi_attention.tools.report.html import Section, page
-
-
-def _pyplot():
-    try:
-        from matplotlib import pyplot
-    except ImportError:
-        raise UnsupportedError("Plots need matplotlib; run `pip install matplotlib`.") from None
-    return pyplot
 
 
 def _is_first_rank() -> bool:
@@ -249,8 +242,11 @@ def draw_table(
     table: Table, bench: Benchmark, metric: str, path: Path | None, show: bool, print_value_on_bar: bool
 ) -> None:
     """Lines over x, as groups of bars if x is no number or values are to be printed."""
-    plt = _pyplot()
-    figure, axes = plt.subplots(figsize=(10, 6))
+    with drawn(path, size=(10, 6), show=show) as grid:
+        _draw_lines(grid[0, 0], table, bench, metric, print_value_on_bar)
+
+
+def _draw_lines(axes: Any, table: Table, bench: Benchmark, metric: str, print_value_on_bar: bool) -> None:
     numeric = len(table.x_names) == 1 and all(isinstance(x[0], (int, float)) for x in table.x_vals)
     labels = [", ".join(map(str, x)) for x in table.x_vals]
     for i, (name, values) in enumerate(table.lines.items()):
@@ -275,11 +271,6 @@ def draw_table(
     if bench.y_log:
         axes.set_yscale("log")
     axes.legend()
-    if path is not None:
-        figure.savefig(path, bbox_inches="tight")
-    if show:
-        plt.show()
-    plt.close(figure)
 
 
 def make_img_grid(
@@ -302,21 +293,14 @@ def make_img_grid(
         found = [path for path in found if path.resolve() != Path(save_path).resolve()]
     if not found:
         return
-    plt = _pyplot()
     few = max(n for n in range(1, math.isqrt(len(found)) + 1) if len(found) % n == 0)
     ncols = len(found) // few if layout == "wide" else few
     nrows = len(found) // ncols
-    figure, axes = plt.subplots(nrows, ncols, figsize=(8 * ncols, 5 * nrows), squeeze=False)
-    for axis, path in zip(axes.flat, found):
-        axis.axis("off")
-        axis.imshow(plt.imread(path))
-    if save_path is None:
-        plt.show()
-    else:
-        figure.savefig(save_path, bbox_inches="tight")
-        if save_pdf:
-            figure.savefig(Path(save_path).with_suffix(".pdf"), bbox_inches="tight")
-    plt.close(figure)
+    as_pdf = Path(save_path).with_suffix(".pdf") if save_pdf and save_path is not None else None
+    with drawn(save_path, as_pdf, size=(8 * ncols, 5 * nrows), grid=(nrows, ncols)) as axes:
+        for axis, path in zip(axes.flat, found):
+            axis.axis("off")
+            axis.imshow(pyplot().imread(path))
 
 
 def report_all_from_perf(save_root: str | Path, report_all_name: str = "perf_report_all") -> Path:

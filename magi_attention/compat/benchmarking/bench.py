@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 
 from magi_attention.benchmarking.timing import Clock, interleaved_us
+from magi_attention.compat.benchmarking.report import Benchmark, Mark, perf_report, report_all_from_perf  # noqa: F401
+from magi_attention.compat.names import maybe_dist_sync, nvml_context  # noqa: F401
 from magi_attention.errors import ContractError
 
 _STATUS, _CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
