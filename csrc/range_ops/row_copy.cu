@@ -127,16 +127,11 @@ magi_status copy_rounded(const magi_row_copy_params& p) {
 extern "C" magi_status magi_row_copy(const magi_row_copy_params* params) {
   using namespace magi;
   const magi_row_copy_params& p = *params;
-  MAGI_RETURN(rows::check_rows(p.version, p.num_rows));
-  MAGI_RETURN(rows::check_parts(p.num_parts, p.part));
+  MAGI_RETURN(rows::check_parts(p));
   MAGI_RETURN(rows::check_list(p.in_rows));
   MAGI_RETURN(rows::check_list(p.out_rows));
   if (rows::is_ranges(p.in_rows) && rows::is_ranges(p.out_rows))
     return fail(MAGI_INVALID_ARGUMENT, "Both lists are ranges; give row numbers on one side.");
-  for (int i = 1; i < p.num_parts; ++i)
-    if (p.part[i].in_dtype != p.part[0].in_dtype || p.part[i].out_dtype != p.part[0].out_dtype)
-      return fail(MAGI_INVALID_ARGUMENT,
-                  "Part %d has other dtypes than part 0; give them to another call.", i);
   if (p.num_rows == 0) return MAGI_OK;
   const int32_t in = p.part[0].in_dtype, out = p.part[0].out_dtype;
   if (in == MAGI_RAW && out == MAGI_RAW) return rows::copy_as_is(p);

@@ -187,16 +187,9 @@ magi_status merge_as(const magi_row_merge_params& p) {
 
 template <typename In>
 magi_status merge_from(const magi_row_merge_params& p) {
-  switch (p.part.out_dtype) {
-    case MAGI_BF16:
-      return merge_as<In, __nv_bfloat16>(p);
-    case MAGI_FP16:
-      return merge_as<In, __half>(p);
-    case MAGI_FP32:
-      return merge_as<In, float>(p);
-  }
-  return fail(MAGI_UNSUPPORTED, "Rows are merged into bf16, fp16 or float32, not into dtype %d.",
-              p.part.out_dtype);
+  return with_float_type(p.part.out_dtype,
+                         "Rows are merged into bf16, fp16 or float32, not into dtype %d.",
+                         [&](auto* out) { return merge_as<In, Pointee<decltype(out)>>(p); });
 }
 
 }  // namespace rows
@@ -211,14 +204,7 @@ extern "C" magi_status magi_row_merge(const magi_row_merge_params* params) {
     return fail(MAGI_INVALID_ARGUMENT, "%lld elements of a row are no multiple of %d heads.",
                 static_cast<long long>(p.part.elements), p.heads);
   if (p.num_rows == 0) return MAGI_OK;
-  switch (p.part.in_dtype) {
-    case MAGI_BF16:
-      return rows::merge_from<__nv_bfloat16>(p);
-    case MAGI_FP16:
-      return rows::merge_from<__half>(p);
-    case MAGI_FP32:
-      return rows::merge_from<float>(p);
-  }
-  return fail(MAGI_UNSUPPORTED, "Rows of bf16, fp16 and float32 are merged, not of dtype %d.",
-              p.part.in_dtype);
+  return rows::with_float_type(
+      p.part.in_dtype, "Rows of bf16, fp16 and float32 are merged, not of dtype %d.",
+      [&](auto* in) { return rows::merge_from<rows::Pointee<decltype(in)>>(p); });
 }

@@ -94,16 +94,9 @@ magi_status reduce_as(const magi_row_reduce_params& p) {
 
 template <typename In>
 magi_status reduce_from(const magi_row_reduce_params& p) {
-  switch (p.part[0].out_dtype) {
-    case MAGI_BF16:
-      return reduce_as<In, __nv_bfloat16>(p);
-    case MAGI_FP16:
-      return reduce_as<In, __half>(p);
-    case MAGI_FP32:
-      return reduce_as<In, float>(p);
-  }
-  return fail(MAGI_UNSUPPORTED, "Rows are added into bf16, fp16 or float32, not into dtype %d.",
-              p.part[0].out_dtype);
+  return with_float_type(p.part[0].out_dtype,
+                         "Rows are added into bf16, fp16 or float32, not into dtype %d.",
+                         [&](auto* out) { return reduce_as<In, Pointee<decltype(out)>>(p); });
 }
 
 }  // namespace rows
@@ -112,21 +105,9 @@ magi_status reduce_from(const magi_row_reduce_params& p) {
 extern "C" magi_status magi_row_reduce(const magi_row_reduce_params* params) {
   using namespace magi;
   const magi_row_reduce_params& p = *params;
-  MAGI_RETURN(rows::check_rows(p.version, p.num_rows));
-  MAGI_RETURN(rows::check_parts(p.num_parts, p.part));
-  for (int i = 1; i < p.num_parts; ++i)
-    if (p.part[i].in_dtype != p.part[0].in_dtype || p.part[i].out_dtype != p.part[0].out_dtype)
-      return fail(MAGI_INVALID_ARGUMENT,
-                  "Part %d has other dtypes than part 0; give them to another call.", i);
+  MAGI_RETURN(rows::check_parts(p));
   if (p.num_rows == 0) return MAGI_OK;
-  switch (p.part[0].in_dtype) {
-    case MAGI_BF16:
-      return rows::reduce_from<__nv_bfloat16>(p);
-    case MAGI_FP16:
-      return rows::reduce_from<__half>(p);
-    case MAGI_FP32:
-      return rows::reduce_from<float>(p);
-  }
-  return fail(MAGI_UNSUPPORTED, "Rows of bf16, fp16 and float32 are added, not of dtype %d.",
-              p.part[0].in_dtype);
+  return rows::with_float_type(
+      p.part[0].in_dtype, "Rows of bf16, fp16 and float32 are added, not of dtype %d.",
+      [&](auto* in) { return rows::reduce_from<rows::Pointee<decltype(in)>>(p); });
 }

@@ -138,27 +138,13 @@ __device__ __forceinline__ int64_t row_at(const magi_row_list& list, int64_t i,
   return static_cast<int64_t>(table.start[range]) + (row - table.before[range]);
 }
 
+// The type of so many bytes: 1, 2, 4, 8 or 16.
 template <int kBytes>
-struct Bytes;
-template <>
-struct Bytes<16> {
-  using type = uint4;
-};
-template <>
-struct Bytes<8> {
-  using type = uint2;
-};
-template <>
-struct Bytes<4> {
-  using type = uint32_t;
-};
-template <>
-struct Bytes<2> {
-  using type = uint16_t;
-};
-template <>
-struct Bytes<1> {
-  using type = uint8_t;
+struct Bytes {
+  using Word =
+      std::conditional_t<kBytes == 4, uint32_t, std::conditional_t<kBytes == 2, uint16_t, uint8_t>>;
+  using type =
+      std::conditional_t<kBytes == 16, uint4, std::conditional_t<kBytes == 8, uint2, Word>>;
 };
 
 // kElements values of a row, 16 bytes at a time where there are as many.
@@ -222,12 +208,34 @@ inline magi_status check_part(const magi_row_part& part) {
   return MAGI_OK;
 }
 
-inline magi_status check_parts(int32_t num_parts, const magi_row_part* parts) {
+// Of a call on several parts: its version and rows, too, and that all parts have the same dtypes.
+template <typename Params>
+magi_status check_parts(const Params& p) {
+  MAGI_RETURN(check_rows(p.version, p.num_rows));
+  const int32_t num_parts = p.num_parts;
+  const magi_row_part* parts = p.part;
   if (num_parts < 1 || num_parts > MAGI_ROW_PARTS)
     return fail(MAGI_INVALID_ARGUMENT, "%d parts; a call takes 1 to %d.", num_parts,
                 MAGI_ROW_PARTS);
   for (int i = 0; i < num_parts; ++i) MAGI_RETURN(check_part(parts[i]));
+  for (int i = 1; i < num_parts; ++i)
+    if (parts[i].in_dtype != parts[0].in_dtype || parts[i].out_dtype != parts[0].out_dtype)
+      return fail(MAGI_INVALID_ARGUMENT,
+                  "Part %d has other dtypes than part 0; give them to another call.", i);
   return MAGI_OK;
+}
+
+template <typename T>
+using Pointee = std::remove_pointer_t<T>;
+
+// Calls `run` with a null pointer to the type of `dtype`; `what` is a sentence with a %d for one
+// that is not there.
+template <typename Run>
+magi_status with_float_type(int32_t dtype, const char* what, Run run) {
+  if (dtype == MAGI_BF16) return run(static_cast<__nv_bfloat16*>(nullptr));
+  if (dtype == MAGI_FP16) return run(static_cast<__half*>(nullptr));
+  if (dtype == MAGI_FP32) return run(static_cast<float*>(nullptr));
+  return fail(MAGI_UNSUPPORTED, what, dtype);
 }
 
 inline magi_status check_list(const magi_row_list& list) {

@@ -153,16 +153,7 @@ int64_t magi_symm_control_bytes(int32_t world) {
 
 magi_status magi_symm_put(const magi_symm_put_params* params) {
   const magi_symm_put_params& p = *params;
-  MAGI_RETURN(magi::check_world(p.version, p.rank, p.world, p.buffer));
-  if (p.num_tensors < 1 || p.num_tensors > MAGI_SYMM_TENSORS || p.num_ctas < 1)
-    return magi::fail(MAGI_INVALID_ARGUMENT,
-                      "%d tensors by %d CTAs; give 1 to %d tensors and a CTA or more.",
-                      p.num_tensors, p.num_ctas, MAGI_SYMM_TENSORS);
-  for (int t = 0; t < p.num_tensors; ++t)
-    if (p.row_bytes[t] % 16 || p.source_stride[t] % 16 || p.data_at[t] % 16 ||
-        reinterpret_cast<uintptr_t>(p.source[t]) % 16)
-      return magi::fail(MAGI_INVALID_ARGUMENT,
-                        "Rows of tensor %d do not begin and end at multiples of 16 bytes.", t);
+  MAGI_RETURN(magi::check_moved_rows(p, p.source_stride, p.source));
   static magi::DeviceOnce configured;
   MAGI_RETURN(configured.run([] {
     return cudaFuncSetAttribute(magi::symm_put, cudaFuncAttributeMaxDynamicSharedMemorySize,

@@ -100,10 +100,7 @@ __global__ void __launch_bounds__(kRecvReduceThreads, 1)
       }
     }
   }
-  // The last CTA ends the epoch.
-  if (!is_last_cta(symm_word(p.buffer.own, MAGI_SYMM_UNPACK_CTAS(p.world)))) return;
-  __threadfence_system();
-  release_put_buffer(p.buffer, p.rank, p.world, p.timeout_ms, p.failed_peer);
+  end_epoch(p);
 }
 
 }  // namespace recv_reducing
@@ -111,11 +108,9 @@ __global__ void __launch_bounds__(kRecvReduceThreads, 1)
 
 extern "C" magi_status magi_symm_recv_reduce(const magi_symm_recv_reduce_params* params) {
   const magi_symm_recv_reduce_params& p = *params;
-  MAGI_RETURN(magi::check_world(p.version, p.rank, p.world, p.buffer));
-  if (p.num_tensors < 1 || p.num_tensors > MAGI_SYMM_TENSORS || p.num_ctas < 1 || p.rows < 0)
-    return magi::fail(MAGI_INVALID_ARGUMENT,
-                      "%d tensors of %d rows by %d CTAs; give 1 to %d tensors and a CTA or more.",
-                      p.num_tensors, p.rows, p.num_ctas, MAGI_SYMM_TENSORS);
+  MAGI_RETURN(magi::check_call(p));
+  MAGI_RETURN(magi::check_ctas(p.num_ctas));
+  if (p.rows < 0) return magi::fail(MAGI_INVALID_ARGUMENT, "%d rows; give 0 or more.", p.rows);
   for (int t = 0; t < p.num_tensors; ++t)
     if (p.row_values[t] < 8 || p.row_values[t] % 8 || p.data_at[t] % 16 || p.own_stride[t] % 16)
       return magi::fail(MAGI_INVALID_ARGUMENT,

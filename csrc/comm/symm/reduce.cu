@@ -58,12 +58,10 @@ __global__ void __launch_bounds__(kReduceThreads)
 
 extern "C" magi_status magi_symm_reduce(const magi_symm_reduce_params* params) {
   const magi_symm_reduce_params& p = *params;
-  MAGI_RETURN(magi::check_world(p.version, p.rank, p.world, p.buffer));
-  if (p.num_tensors < 1 || p.num_tensors > MAGI_SYMM_TENSORS || p.rows < 0 ||
-      p.rows % magi::kTileRows)
-    return magi::fail(MAGI_INVALID_ARGUMENT,
-                      "%d tensors of %d rows; give 1 to %d tensors of whole tiles of %d.",
-                      p.num_tensors, p.rows, MAGI_SYMM_TENSORS, magi::kTileRows);
+  MAGI_RETURN(magi::check_call(p));
+  if (p.rows < 0 || p.rows % magi::kTileRows)
+    return magi::fail(MAGI_INVALID_ARGUMENT, "%d rows; give whole tiles of %d.", p.rows,
+                      magi::kTileRows);
   int64_t most = 1;
   for (int t = 0; t < p.num_tensors; ++t) {
     if (p.row_values[t] < 8 || p.row_values[t] % 8 || p.data_at[t] % 16)

@@ -97,4 +97,12 @@ __device__ __forceinline__ void release_put_buffer_alone(const magi_symm_buffer&
   *symm_word(buffer.own, MAGI_SYMM_EPOCH) = epochs;
 }
 
+// By the last CTA of a kernel that takes rows out of the buffer.
+template <typename Params>
+__device__ __forceinline__ void end_epoch(const Params& p) {
+  if (!is_last_cta(symm_word(p.buffer.own, MAGI_SYMM_UNPACK_CTAS(p.world)))) return;
+  __threadfence_system();
+  release_put_buffer(p.buffer, p.rank, p.world, p.timeout_ms, p.failed_peer);
+}
+
 }  // namespace magi

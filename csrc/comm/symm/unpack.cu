@@ -64,10 +64,7 @@ __global__ void __launch_bounds__(kMoveThreads, 1)
   if (threadIdx.x == 32) load_transfers(p, stages, epoch);
   if (threadIdx.x == 0) store_transfers(stages);
   __syncthreads();
-  // The last CTA ends the epoch.
-  if (!is_last_cta(symm_word(p.buffer.own, MAGI_SYMM_UNPACK_CTAS(p.world)))) return;
-  __threadfence_system();
-  release_put_buffer(p.buffer, p.rank, p.world, p.timeout_ms, p.failed_peer);
+  end_epoch(p);
 }
 
 }  // namespace unpacking
@@ -75,17 +72,9 @@ __global__ void __launch_bounds__(kMoveThreads, 1)
 
 extern "C" magi_status magi_symm_unpack(const magi_symm_unpack_params* params) {
   const magi_symm_unpack_params& p = *params;
-  MAGI_RETURN(magi::check_world(p.version, p.rank, p.world, p.buffer));
-  if (p.num_tensors < 1 || p.num_tensors > MAGI_SYMM_TENSORS || p.num_ctas < 1 ||
-      p.num_transfers < 0)
-    return magi::fail(MAGI_INVALID_ARGUMENT,
-                      "%d tensors by %d CTAs; give 1 to %d tensors and a CTA or more.",
-                      p.num_tensors, p.num_ctas, MAGI_SYMM_TENSORS);
-  for (int t = 0; t < p.num_tensors; ++t)
-    if (p.row_bytes[t] % 16 || p.out_stride[t] % 16 || p.data_at[t] % 16 ||
-        reinterpret_cast<uintptr_t>(p.out[t]) % 16)
-      return magi::fail(MAGI_INVALID_ARGUMENT,
-                        "Rows of tensor %d do not begin and end at multiples of 16 bytes.", t);
+  MAGI_RETURN(magi::check_moved_rows(p, p.out_stride, p.out));
+  if (p.num_transfers < 0)
+    return magi::fail(MAGI_INVALID_ARGUMENT, "%d transfers; give 0 or more.", p.num_transfers);
   static magi::DeviceOnce configured;
   MAGI_RETURN(configured.run([] {
     return cudaFuncSetAttribute(magi::symm_unpack, cudaFuncAttributeMaxDynamicSharedMemorySize,

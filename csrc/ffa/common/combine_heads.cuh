@@ -5,6 +5,7 @@
 
 #include "device/dependent_launch.cuh"
 #include "ffa/common/scores.cuh"
+#include "magi/abi.h"
 
 namespace magi {
 
@@ -15,6 +16,26 @@ struct BwdCombineParams {
   int64_t dk_count, dv_count;  // values, multiples of 8
   int32_t parts, grads_are_float, accumulate;
 };
+
+// `k` is what the main kernel was launched with.
+template <typename KernelParams>
+BwdCombineParams combine_params(const magi_ffa_bwd_params& a, const KernelParams& k) {
+  return {static_cast<const float*>(k.dk),
+          static_cast<const float*>(k.dv),
+          a.dk,
+          a.dv,
+          k.dk_stride_part,
+          k.dv_stride_part,
+          k.num_head_splits,
+          a.grad_dtype == MAGI_FP32,
+          a.accumulate};
+}
+
+// CTAs of bwd_combine, whose threads take four values each.
+inline uint32_t combine_ctas(const BwdCombineParams& c, int threads) {
+  const int64_t most = c.dk_count > c.dv_count ? c.dk_count : c.dv_count;
+  return static_cast<uint32_t>((most / 4 + threads - 1) / threads);
+}
 
 // Four values of a gradient at `to_at` from their parts at `at`, in the order of the parts, which
 // are `count` values apart.

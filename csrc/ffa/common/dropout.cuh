@@ -51,24 +51,32 @@ struct Staying {
   }
 };
 
+// `hash_of` takes a column, `is_in` one of the two rows and what `hash_of` gave.
+template <int kColumns, typename HashOf, typename IsIn>
+__device__ __forceinline__ Staying<kColumns> staying_columns(int lane, HashOf hash_of, IsIn is_in) {
+  Staying<kColumns> staying;
+#pragma unroll 4
+  for (int j = 0; j < kColumns / 8; ++j) {
+    uint32_t bits = 0;
+#pragma unroll
+    for (int b = 0; b < 2; ++b) {
+      const uint32_t hash = hash_of(8 * j + 2 * (lane % 4) + b);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) bits |= is_in(r, hash) << (2 * r + b);
+    }
+    staying.add(j, bits);
+  }
+  return staying;
+}
+
 // Forward: rows are queries, the first column is key k0.
 template <int kBlockN>
 __device__ __forceinline__ Staying<kBlockN> staying_keys(const magi_dropout& d,
                                                          const uint32_t (&q_hashes)[2], int k0,
                                                          int total_k, int lane) {
-  Staying<kBlockN> staying;
-#pragma unroll 4
-  for (int j = 0; j < kBlockN / 8; ++j) {
-    uint32_t bits = 0;
-#pragma unroll
-    for (int b = 0; b < 2; ++b) {
-      const uint32_t k_hash = dropout_k_hash(d, k0 + 8 * j + 2 * (lane % 4) + b, total_k);
-#pragma unroll
-      for (int r = 0; r < 2; ++r) bits |= stays(d, q_hashes[r], k_hash) << (2 * r + b);
-    }
-    staying.add(j, bits);
-  }
-  return staying;
+  return staying_columns<kBlockN>(
+      lane, [&](int column) { return dropout_k_hash(d, k0 + column, total_k); },
+      [&](int r, uint32_t k_hash) { return stays(d, q_hashes[r], k_hash); });
 }
 
 // Backward: rows are keys, the first column is query q0.
@@ -76,19 +84,9 @@ template <int kQueries>
 __device__ __forceinline__ Staying<kQueries> staying_queries(const magi_dropout& d,
                                                              const uint32_t (&k_hashes)[2], int q0,
                                                              int total_q, int head, int lane) {
-  Staying<kQueries> staying;
-#pragma unroll 4
-  for (int j = 0; j < kQueries / 8; ++j) {
-    uint32_t bits = 0;
-#pragma unroll
-    for (int b = 0; b < 2; ++b) {
-      const uint32_t q_hash = dropout_q_hash(d, q0 + 8 * j + 2 * (lane % 4) + b, total_q, head);
-#pragma unroll
-      for (int r = 0; r < 2; ++r) bits |= stays(d, q_hash, k_hashes[r]) << (2 * r + b);
-    }
-    staying.add(j, bits);
-  }
-  return staying;
+  return staying_columns<kQueries>(
+      lane, [&](int column) { return dropout_q_hash(d, q0 + column, total_q, head); },
+      [&](int r, uint32_t q_hash) { return stays(d, q_hash, k_hashes[r]); });
 }
 
 // All bits of two neighbouring values in 16 bits, those from `first` on.

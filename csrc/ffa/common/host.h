@@ -85,6 +85,15 @@ magi_status launch_behind(void (*kernel)(Params), dim3 grid, int threads, size_t
   return launch_kernel(kernel, grid, threads, smem, stream, params, doing, true);
 }
 
+// Tiles of a kernel times its head units, which must be countable in 32 bits with some to spare.
+template <typename KernelParams>
+magi_status count_work_tiles(const KernelParams& k, int64_t* count) {
+  *count = static_cast<int64_t>(k.num_tiles) * k.head_units;
+  if (*count < (1ll << 31) - (1 << 16)) return MAGI_OK;
+  return fail(MAGI_UNSUPPORTED, "%lld tiles are too many; split the heads.",
+              static_cast<long long>(*count));
+}
+
 // Tensor map with 128-byte swizzle: sizes and box in elements, innermost first; strides in bytes of
 // dims 1.. .
 magi_status encode_map(CUtensorMap* map, CUtensorMapDataType type, const void* base,

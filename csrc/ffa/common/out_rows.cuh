@@ -15,6 +15,17 @@ __device__ __forceinline__ void atomic_max_float(float* address, float value) {
     atomicMin(reinterpret_cast<unsigned*>(address), __float_as_uint(value));
 }
 
+// The lse of a row with what `old` is of; fits the weights of the new output and of the old one.
+__device__ __forceinline__ float joint_lse(float lse, float old, float& weight, float& old_weight) {
+  const float high = fmaxf(lse, old);
+  if (high == -INFINITY) return lse;
+  const float joint =
+      high + log2_fast(exp2_fast((lse - high) * kLog2e) + exp2_fast((old - high) * kLog2e)) * kLn2;
+  weight *= exp2_fast((lse - joint) * kLog2e);
+  old_weight = exp2_fast((old - joint) * kLog2e);
+  return joint;
+}
+
 // For a plan that did not fit into its buffer, or belongs to other shapes: an output and lse that
 // nobody can mistake for right ones.
 template <typename C, typename P>

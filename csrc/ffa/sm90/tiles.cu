@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The tiles of forward and backward, for planners.
+#include "ffa/common/call_checks.h"
 #include "ffa/common/host.h"
 #include "ffa/common/variant_table.h"
 #include "ffa/sm90/fwd/config.h"
@@ -14,9 +15,7 @@ extern "C" {
 
 magi_status magi_ffa_bwd_tile(int32_t head_dim, int32_t head_dim_v, int32_t* tile_tokens,
                               int32_t* num_groups) {
-  if (head_dim < 8 || head_dim_v < 8)
-    return magi::fail(MAGI_INVALID_ARGUMENT, "head dims %d and %d must be positive multiples of 8.",
-                      head_dim, head_dim_v);
+  MAGI_RETURN(magi::check_head_dims(head_dim, head_dim_v));
   *tile_tokens = 128;
   *num_groups = 2;
   return MAGI_OK;

@@ -8,6 +8,7 @@
 
 #include "ffa/common/combine_heads.cuh"
 #include "ffa/common/host.h"
+#include "ffa/common/operands.h"
 #include "ffa/portable/budget.h"
 #include "ffa/portable/bwd/kernel.cuh"
 #include "planner/schedule/l2_groups.h"
@@ -96,17 +97,9 @@ template <typename C>
 void bwd_scalars(const magi_ffa_bwd_params& a, int splits, BwdKernelParams* k) {
   const BwdWorkspace w = bwd_layout<C>(a, splits);
   uint8_t* workspace = static_cast<uint8_t*>(a.workspace);
-  k->q = a.q;
-  k->k = a.k;
-  k->v = a.v;
+  qkv_operands(a, k);
   k->out = a.out;
   k->dout = a.dout;
-  k->q_stride_token = a.q_stride_token;
-  k->q_stride_head = a.q_stride_head;
-  k->k_stride_token = a.k_stride_token;
-  k->k_stride_head = a.k_stride_head;
-  k->v_stride_token = a.v_stride_token;
-  k->v_stride_head = a.v_stride_head;
   k->out_stride_token = a.out_stride_token;
   k->out_stride_head = a.out_stride_head;
   k->dout_stride_token = a.dout_stride_token;
@@ -157,10 +150,8 @@ magi_status start_bwd(const magi_ffa_bwd_params& a, const BwdKernelParams& k, in
     return cudaFuncSetAttribute(ffa_bwd<C>, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                 C::kSmemBytes);
   }));
-  const int64_t work = static_cast<int64_t>(k.num_tiles) * k.head_units;
-  if (work >= (1ll << 31) - (1 << 16))
-    return fail(MAGI_UNSUPPORTED, "%lld tiles are too many; split the heads.",
-                static_cast<long long>(work));
+  int64_t work = 0;
+  MAGI_RETURN(count_work_tiles(k, &work));
   const int room = C::kCtasPerSm * (sms - a.sm_margin > 1 ? sms - a.sm_margin : 1);
   const int grid = work < room ? static_cast<int>(work) : room;
   ffa_bwd<C><<<grid, C::kThreads, C::kSmemBytes, static_cast<cudaStream_t>(a.stream)>>>(k);
@@ -170,17 +161,8 @@ magi_status start_bwd(const magi_ffa_bwd_params& a, const BwdKernelParams& k, in
 template <typename C>
 magi_status combine_head_splits(const magi_ffa_bwd_params& a, const BwdKernelParams& k) {
   using T = typename C::T;
-  const BwdCombineParams c{static_cast<const float*>(k.dk),
-                           static_cast<const float*>(k.dv),
-                           a.dk,
-                           a.dv,
-                           k.dk_stride_part,
-                           k.dv_stride_part,
-                           k.num_head_splits,
-                           a.grad_dtype == MAGI_FP32,
-                           a.accumulate};
-  const int64_t most = c.dk_count > c.dv_count ? c.dk_count : c.dv_count;
-  const uint32_t ctas = static_cast<uint32_t>((most / 4 + kRowThreads - 1) / kRowThreads);
+  const BwdCombineParams c = combine_params(a, k);
+  const uint32_t ctas = combine_ctas(c, kRowThreads);
   bwd_combine<T, kRowThreads><<<ctas, kRowThreads, 0, static_cast<cudaStream_t>(a.stream)>>>(c);
   return cuda_status(cudaGetLastError(), "launching the sum of the heads' parts");
 }

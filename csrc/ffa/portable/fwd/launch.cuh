@@ -6,6 +6,7 @@
 
 #include "ffa/common/fwd_scalars.h"
 #include "ffa/common/host.h"
+#include "ffa/common/operands.h"
 #include "ffa/portable/budget.h"
 #include "ffa/portable/fwd/kernel.cuh"
 
@@ -45,15 +46,7 @@ inline int log2_of(int power) {
 }
 
 inline void fwd_operands(const magi_ffa_fwd_params& a, FwdKernelParams* k) {
-  k->q = a.q;
-  k->k = a.k;
-  k->v = a.v;
-  k->q_stride_token = a.q_stride_token;
-  k->q_stride_head = a.q_stride_head;
-  k->k_stride_token = a.k_stride_token;
-  k->k_stride_head = a.k_stride_head;
-  k->v_stride_token = a.v_stride_token;
-  k->v_stride_head = a.v_stride_head;
+  qkv_operands(a, k);
   k->total_k = a.total_k;
   k->head_dim = a.head_dim;
   k->pack_log2 = log2_of(a.pack);
@@ -82,11 +75,9 @@ magi_status launch_fwd(const magi_ffa_fwd_params& a) {
   fwd_operands(a, &k);
   if (k.num_tiles == 0) return MAGI_OK;
   int sms = 0;
+  int64_t work_tiles = 0;
   MAGI_RETURN(multiprocessors(&sms));
-  const int64_t work_tiles = static_cast<int64_t>(k.num_tiles) * k.head_units;
-  if (work_tiles >= (1ll << 31) - (1 << 16))
-    return fail(MAGI_UNSUPPORTED, "%lld tiles are too many; split the heads.",
-                static_cast<long long>(work_tiles));
+  MAGI_RETURN(count_work_tiles(k, &work_tiles));
   k.max_parts = fwd_max_parts(work_tiles, sms);
   const int64_t need = fwd_workspace_bytes<C>(work_tiles, k.max_parts);
   MAGI_RETURN(check_workspace(a.workspace_bytes, need, "magi_ffa_fwd_workspace"));

@@ -73,18 +73,8 @@ magi_status launch_last(const magi_ffa_bwd_params& a, void (*kernel)(Params), di
 
 template <typename T>
 magi_status combine_splits(const magi_ffa_bwd_params& a, const BwdKernelParams& k) {
-  BwdCombineParams j{static_cast<const float*>(k.dk),
-                     static_cast<const float*>(k.dv),
-                     a.dk,
-                     a.dv,
-                     k.dk_stride_part,
-                     k.dv_stride_part,
-                     k.num_head_splits,
-                     a.grad_dtype == MAGI_FP32,
-                     a.accumulate};
-  const int64_t most = j.dk_count > j.dv_count ? j.dk_count : j.dv_count;
-  const dim3 grid(static_cast<uint32_t>((most / 4 + kRowThreads - 1) / kRowThreads));
-  return launch_last(a, bwd_combine<T, kRowThreads>, grid, j,
+  const BwdCombineParams c = combine_params(a, k);
+  return launch_last(a, bwd_combine<T, kRowThreads>, dim3(combine_ctas(c, kRowThreads)), c,
                      "launching the sum of the heads' parts");
 }
 

@@ -57,16 +57,7 @@ __device__ __forceinline__ void write_tile(const FwdKernelParams& p, uint32_t sm
     if (!rows[r].exists) continue;
     float* lse_at = p.lse + static_cast<int64_t>(rows[r].token) * p.heads_q + rows[r].head;
     if (!C::kPlain && p.accumulate) {
-      const float old = *lse_at;
-      const float high = fmaxf(lse, old);
-      if (high != -INFINITY) {
-        const float joint =
-            high +
-            log2_fast(exp2_fast((lse - high) * kLog2e) + exp2_fast((old - high) * kLog2e)) * kLn2;
-        weight[r] *= exp2_fast((lse - joint) * kLog2e);
-        old_weight[r] = exp2_fast((old - joint) * kLog2e);
-        lse = joint;
-      }
+      lse = joint_lse(lse, *lse_at, weight[r], old_weight[r]);
       __syncwarp(0xfu << (lane & ~3));  // all four threads of the row have read the old value
     }
     if (lane % 4 == 0) {

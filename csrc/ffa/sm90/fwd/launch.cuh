@@ -102,11 +102,9 @@ magi_status launch_fwd(const magi_ffa_fwd_params& a, const magi_ffa_remote* remo
   k.total_k = a.total_k;
   if (k.num_tiles == 0) return MAGI_OK;
   int sms = 0;
+  int64_t work_tiles = 0;
   MAGI_RETURN(multiprocessors(&sms));
-  const int64_t work_tiles = static_cast<int64_t>(k.num_tiles) * k.head_units;
-  if (work_tiles >= (1ll << 31) - (1 << 16))
-    return fail(MAGI_UNSUPPORTED, "%lld tiles are too many; split the heads.",
-                (long long)work_tiles);
+  MAGI_RETURN(count_work_tiles(k, &work_tiles));
   FwdSplits splits;
   MAGI_RETURN(fwd_splits(a, sms, (kPartialsAt - kArrivalsAt) / C::kGroups, &splits));
   splits.apply(&k);
