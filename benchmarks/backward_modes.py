@@ -37,7 +37,7 @@ from magi_attention.kernels.ffa import backward as ffa_bwd
 from magi_attention.kernels.ffa import plans
 from magi_attention.kernels.ffa.backend import FfaBackend
 from magi_attention.native.ffa import BackwardNeeds, FfaLibrary
-from magi_attention.native.schedule import NONE, BwdSchedule
+from magi_attention.native.planner.schedule import NONE, BwdSchedule
 
 NOTICED = 0.02  # of 1, from which on a figure is no noise
 CHOSEN = "chosen"

@@ -49,7 +49,7 @@ from magi_attention.kernels.ffa.backend import FfaBackend  # noqa: E402
 from magi_attention.kernels.ffa.operands import DTYPES as CODES  # noqa: E402
 from magi_attention.native.ffa import FfaLibrary  # noqa: E402
 from magi_attention.native.loader import load  # noqa: E402
-from magi_attention.native.schedule import BwdSchedule  # noqa: E402
+from magi_attention.native.planner.schedule import BwdSchedule  # noqa: E402
 from magi_attention.native.toolchain import FFA_SM90, library_file  # noqa: E402
 
 STEPS = ("chosen", "cleared", "64", "80", "128")  # queries of an m-block

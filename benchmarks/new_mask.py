@@ -44,7 +44,7 @@ from magi_attention.meta.fused_layout import FusedLayout
 from magi_attention.meta.plan import Plan
 from magi_attention.meta.planner import PlanOptions, build_plan
 from magi_attention.native.ffa import FfaTile
-from magi_attention.native.schedule import WorkTileShape
+from magi_attention.native.planner.schedule import WorkTileShape
 
 HEADS, HEADS_KV, DIM, PROCESSORS = 64, 8, 128, 132
 FRAME = 1560  # tokens that a block-causal mask of video adds at a time

@@ -57,7 +57,7 @@ MODULE_EXCEPTIONS = {
     "env": {"common.enum"},
     "api": {"tools.report.plan_page"},  # what a notebook shows of a plan
     "tools.simulate": {"tools.report.pictures"},
-    "meta": {"native.planner"},  # dispatch in the planner library, which knows neither a GPU nor a group
+    "meta": {"native.planner.pairs"},  # dispatch in the planner library, which knows neither a GPU nor a group
 }
 NO_MODULE_LEVEL_TORCH = {
     *("errors", "version", "env", "config", "common", "meta", "cli"),

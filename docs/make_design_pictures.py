@@ -31,7 +31,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Patch, Rectangle
 
 from magi_attention.api import Mask
-from magi_attention.native.tile_plan import TilePlan
+from magi_attention.native.planner.tile_plan import TilePlan
 
 INK = "#1f2328"
 HEADS = ("#6f9fdc", "#e8a55c", "#74b883", "#b9a3c9")

@@ -37,8 +37,8 @@ from magi_attention.api.magi_attn_interface import (
 )
 from magi_attention.api.manager import init_dist_attn_runtime_mgr
 from magi_attention.api.plan import Mask, Plan, attend, make_plan
-from magi_attention.api.planning_ahead import kernel_tiles, plan_async
-from magi_attention.api.rates import load_rates
+from magi_attention.api.planning.ahead import kernel_tiles, plan_async
+from magi_attention.api.planning.rates import load_rates
 from magi_attention.api.recurrent import causal_conv1d, conv_history, decay_of_fragments, pass_states, run_recurrent
 from magi_attention.api.replicated_kv import attend_replicated_kv
 from magi_attention.common.enum import AttnMaskType, AttnOverlapMode

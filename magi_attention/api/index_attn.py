@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from magi_attention.api.graph_breaks import breaks_graph
+from magi_attention.api.compiled.graph_breaks import breaks_graph
 from magi_attention.api.plan import Plan, check_plan
 from magi_attention.common.forward_meta import AttnForwardMeta
 from magi_attention.env import general

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch.compiler import is_compiling
 
-from magi_attention.api.balance_hint import advise_balance, advise_other_mask
-from magi_attention.api.compile_ops import compiled_attn
-from magi_attention.api.compile_rows import (
+from magi_attention.api.compiled.handles import NO_FACTS, CompiledFacts, facts_of_manager, forget_plans
+from magi_attention.api.compiled.ops import compiled_attn
+from magi_attention.api.compiled.rows import (
     compiled_gather,
     compiled_labels,
     compiled_positions,
@@ -25,8 +25,6 @@ from magi_attention.api.compile_rows import (
     compiled_shard,
 )
 from magi_attention.api.functools import apply_padding, infer_attn_mask_from_cu_seqlens
-from magi_attention.api.group_nodes import with_nodes
-from magi_attention.api.handles import NO_FACTS, CompiledFacts, facts_of_manager, forget_plans
 from magi_attention.api.key import (
     DistAttnRuntimeKey,
     check_ranges,
@@ -36,6 +34,8 @@ from magi_attention.api.key import (
     with_chunk_size,
 )
 from magi_attention.api.manager import DistAttnRuntimeDictManager, RuntimeManager
+from magi_attention.api.planning.balance_hint import advise_balance, advise_other_mask
+from magi_attention.api.planning.group_nodes import with_nodes
 from magi_attention.comm.transport.torch import as_transport
 from magi_attention.common.enum import AttnMaskType
 from magi_attention.common.forward_meta import AttnForwardMeta

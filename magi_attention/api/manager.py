@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch.distributed import ProcessGroup
 
-from magi_attention.api.group_nodes import is_hierarchical, node_levels, with_nodes
 from magi_attention.api.key import DistAttnRuntimeKey, group_ranks, refuse_pickling
+from magi_attention.api.planning.group_nodes import is_hierarchical, node_levels, with_nodes
 from magi_attention.api.policy import policy_from_flags
 from magi_attention.comm.transport.process_groups import at_destruction, check_alive, is_destroyed
 from magi_attention.comm.transport.torch import as_transport

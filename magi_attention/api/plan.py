@@ -20,16 +20,16 @@ import numpy as np
 import torch
 from torch.compiler import is_compiling
 
-from magi_attention.api.balance_hint import advise_other_mask
-from magi_attention.api.compile_ops import compiled_attn
-from magi_attention.api.compile_rows import (
+from magi_attention.api.compiled.handles import NO_FACTS, CompiledFacts, PlanFacts, facts_in_group, facts_of_plan
+from magi_attention.api.compiled.ops import compiled_attn
+from magi_attention.api.compiled.rows import (
     compiled_gather,
     compiled_labels,
     compiled_positions,
     compiled_roll,
     compiled_shard,
 )
-from magi_attention.api.handles import NO_FACTS, CompiledFacts, PlanFacts, facts_in_group, facts_of_plan
+from magi_attention.api.planning.balance_hint import advise_other_mask
 from magi_attention.api.policy import policy_from_flags
 from magi_attention.comm.collectives.hierarchical import join_nodes
 from magi_attention.comm.transport.base import SingleTransport

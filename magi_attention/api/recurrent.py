@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from magi_attention.api.graph_breaks import breaks_graph
+from magi_attention.api.compiled.graph_breaks import breaks_graph
 from magi_attention.api.plan import Plan, check_plan
 from magi_attention.common.infer import CuSeqlens
 from magi_attention.functional.attention_check import note_call

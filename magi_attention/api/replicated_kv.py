@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.compiler import is_compiling
 
-from magi_attention.api.handles import layout_of
+from magi_attention.api.compiled.handles import layout_of
 from magi_attention.api.plan import Plan, check_plan
 from magi_attention.common.forward_meta import AttnForwardMeta
 from magi_attention.common.infer import CuSeqlens

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from magi_attention.api import Mask, attend, flex_flash_attn_func, make_plan
-from magi_attention.api.rates import device_name
+from magi_attention.api.planning.rates import device_name
 from magi_attention.comm.transport.base import Transport
 from magi_attention.comm.transport.torch import as_transport
 from magi_attention.config.rates import (

@@ -18,12 +18,12 @@ from magi_attention.cli.common import UsageError, token_count
 from magi_attention.cli.completion import add_completion
 from magi_attention.cli.dev import add_dev
 from magi_attention.cli.doctor import command_collect_env, command_doctor
-from magi_attention.cli.explain import FOLDER, HEADS, command_explain
-from magi_attention.cli.masks import add_mask_options
+from magi_attention.cli.plans.explain import FOLDER, HEADS, command_explain
+from magi_attention.cli.plans.masks import add_mask_options
+from magi_attention.cli.plans.simulate import add_simulate
 from magi_attention.cli.precompile import add_precompile
 from magi_attention.cli.profile import add_profile
 from magi_attention.cli.run import command_run, example_options_given
-from magi_attention.cli.simulate import add_simulate
 from magi_attention.cli.suites import SUITES, command_test
 from magi_attention.cli.tune import add_tune
 from magi_attention.errors import MagiError

@@ -19,8 +19,8 @@ from magi_attention.cli.common import (
     source_file,
     torchrun,
 )
-from magi_attention.cli.explain import plan_for
-from magi_attention.cli.masks import read_mask
+from magi_attention.cli.plans.explain import plan_for
+from magi_attention.cli.plans.masks import read_mask
 from magi_attention.tools.launch.failure import LINE_PREFIX, FailureReport, describe_code, last_words
 
 

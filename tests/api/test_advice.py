@@ -20,7 +20,7 @@ from magi_attention.api import (
     make_flex_key_for_new_mask_after_dispatch,
     make_plan,
 )
-from magi_attention.api import balance_hint as advice
+from magi_attention.api.planning import balance_hint as advice
 from magi_attention.comm.transport.fake import FakeWorld
 from magi_attention.common.slices import SliceTable
 from magi_attention.meta.planner import build_plan

@@ -26,7 +26,7 @@ from magi_attention.kernels.types import AttnOptions
 from magi_attention.meta import plan as meta_plan
 from magi_attention.meta.fused_layout import FusedLayout
 from magi_attention.native.ffa import FfaTile
-from magi_attention.native.tile_plan import TilePlan
+from magi_attention.native.planner.tile_plan import TilePlan
 from magi_attention.testing.masks import random_slices
 from magi_attention.testing.spawn import run_processes
 

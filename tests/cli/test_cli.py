@@ -13,7 +13,7 @@ import pytest
 
 from magi_attention.cli import main
 from magi_attention.cli.common import token_count
-from magi_attention.cli.masks import read_mask
+from magi_attention.cli.plans.masks import read_mask
 from magi_attention.common.slices import to_dense
 from magi_attention.config.rates import MachineRates, keep_rates
 from magi_attention.testing.libraries import planner_or_skip

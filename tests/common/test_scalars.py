@@ -18,7 +18,7 @@ from magi_attention.api import (
     make_plan,
 )
 from magi_attention.cli.common import UsageError
-from magi_attention.cli.masks import read_mask
+from magi_attention.cli.plans.masks import read_mask
 from magi_attention.common.group_spec import GroupSpec
 from magi_attention.common.intervals import as_intervals
 from magi_attention.common.range import AttnRange

@@ -20,7 +20,7 @@ from magi_attention.kernels.ffa import backward as ffa_backward
 from magi_attention.kernels.ffa.backend import FfaBackend
 from magi_attention.kernels.ffa.schedule import select_schedule
 from magi_attention.kernels.types import BackwardOperands, Grads, Operands
-from magi_attention.native.schedule import BwdSchedule, Split
+from magi_attention.native.planner.schedule import BwdSchedule, Split
 
 DIMS = ((64, 64), (128, 128), (72, 120), (256, 256))
 # About two work tiles for each SM, so that heads are not split, of tiles that can be split; and of L2 groups of which

@@ -31,7 +31,7 @@ from magi_attention.kernels.ffa import backward as ffa_backward
 from magi_attention.kernels.ffa.backend import FfaBackend
 from magi_attention.kernels.ffa.schedule import select_schedule
 from magi_attention.kernels.types import BackwardOperands, Grads
-from magi_attention.native.schedule import BwdSchedule
+from magi_attention.native.planner.schedule import BwdSchedule
 from magi_attention.testing import masks
 
 MODES = {

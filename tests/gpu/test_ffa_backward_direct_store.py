@@ -25,7 +25,7 @@ from magi_attention.errors import ContractError
 from magi_attention.kernels.ffa import backward as ffa_backward
 from magi_attention.kernels.ffa.backend import FfaBackend
 from magi_attention.kernels.types import BackwardOperands, Grads
-from magi_attention.native.schedule import BwdSchedule, Split
+from magi_attention.native.planner.schedule import BwdSchedule, Split
 from magi_attention.testing import masks
 
 COUNTERS = 128  # bytes at the start of the workspace

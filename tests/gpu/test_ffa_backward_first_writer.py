@@ -36,7 +36,7 @@ from magi_attention.kernels.ffa import backward as ffa_backward
 from magi_attention.kernels.ffa.peer_kv import RemoteKeys
 from magi_attention.kernels.types import Grads
 from magi_attention.native import abi
-from magi_attention.native.schedule import BwdSchedule
+from magi_attention.native.planner.schedule import BwdSchedule
 
 
 class Mode(NamedTuple):

@@ -30,7 +30,7 @@ from magi_attention.kernels.ffa.backend import FfaBackend
 from magi_attention.kernels.ffa.plans import DEVICE_PLANS, KEPT_ORDERS, Kept, PlanShape, RangePlans, table_plan
 from magi_attention.kernels.types import BackwardOperands, Grads
 from magi_attention.native import abi
-from magi_attention.native.schedule import BwdSchedule, Split
+from magi_attention.native.planner.schedule import BwdSchedule, Split
 from magi_attention.testing import masks
 
 MANY = (1337, (96, 24))  # on 132 multiprocessors two work tiles for each, so that tiles may be split

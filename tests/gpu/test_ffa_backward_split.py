@@ -26,8 +26,8 @@ from magi_attention.kernels.ffa import backward as ffa_backward
 from magi_attention.kernels.ffa.backend import FfaBackend
 from magi_attention.kernels.ffa.plans import DEVICE_PLANS, Kept, PlanShape, RangePlans, RangeTensors, table_plan
 from magi_attention.kernels.types import BackwardOperands, Grads
-from magi_attention.native import schedule_abi
-from magi_attention.native.schedule import BwdSchedule
+from magi_attention.native.planner import abi as schedule_abi
+from magi_attention.native.planner.schedule import BwdSchedule
 from magi_attention.testing import masks
 from magi_attention.testing.uneven import SPLIT_CASES
 

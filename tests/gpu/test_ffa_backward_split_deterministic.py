@@ -35,7 +35,7 @@ from magi_attention.kernels.ffa import backward as ffa_backward
 from magi_attention.kernels.ffa.backend import FfaBackend
 from magi_attention.kernels.ffa.schedule import select_schedule
 from magi_attention.kernels.types import BackwardOperands, Grads
-from magi_attention.native.schedule import BwdSchedule, Split
+from magi_attention.native.planner.schedule import BwdSchedule, Split
 from magi_attention.testing import masks
 
 # Queries and keys, query and kv heads: enough work tiles for 132 multiprocessors, so that heads are not split anyway.

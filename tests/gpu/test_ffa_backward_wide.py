@@ -2,7 +2,7 @@
 """The backward with m-blocks of 80 queries, which head dims of 65 to 128 may take, or 128 for smaller ones: the tests
 of the others once more.
 
-And that masks choose it: see ``magi_attention.native.schedule``.
+And that masks choose it: see ``magi_attention.native.planner.schedule``.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from magi_attention.kernels.ffa.backend import FfaBackend
 from magi_attention.kernels.ffa.host_ranges import HostRanges
 from magi_attention.kernels.ffa.schedule import select_schedule
 from magi_attention.kernels.types import BackwardOperands, Grads
-from magi_attention.native.schedule import BwdSchedule
+from magi_attention.native.planner.schedule import BwdSchedule
 from magi_attention.testing import masks
 
 # 11 tiles: 484 work tiles, of which 88 are left to a last wave of 132 SMs; they are split in four.

@@ -22,7 +22,7 @@ from test_ffa_forward import DTYPES, attend, check, each_dtype, explicit_backend
 
 from magi_attention.kernels.ffa.backend import FfaBackend
 from magi_attention.kernels.types import Operands, Partial
-from magi_attention.native.schedule import ForwardSplits
+from magi_attention.native.planner.schedule import ForwardSplits
 from magi_attention.testing import masks
 
 DEVICE = "cuda"

@@ -8,7 +8,7 @@ import torch
 from block_problems import BF16, DEVICE, FP16, NEEDS_HOPPER, draw_blocks, draw_rows
 
 from magi_attention.api import block_sparse_attn_func
-from magi_attention.native.index import IndexLibrary
+from magi_attention.native.index.calls import IndexLibrary
 from magi_attention.testing.block_lists import poison_unseen
 
 pytestmark = NEEDS_HOPPER

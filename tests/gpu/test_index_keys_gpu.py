@@ -9,7 +9,7 @@ from block_problems import BF16, DEVICE, FP16, NEEDS_HOPPER, draw_blocks, draw_r
 
 from magi_attention.api import block_sparse_attn_func
 from magi_attention.kernels.index_attn import ffa
-from magi_attention.native.index import IndexLibrary
+from magi_attention.native.index.calls import IndexLibrary
 from magi_attention.testing.block_lists import poison_unseen
 
 pytestmark = NEEDS_HOPPER

@@ -22,7 +22,7 @@ from magi_attention.common.ranges import AttnRanges
 from magi_attention.common.slices import SliceTable, to_dense
 from magi_attention.kernels.ffa import backward as ffa_backward
 from magi_attention.kernels.ffa import schedule as schedule_module
-from magi_attention.native.schedule import BwdSchedule
+from magi_attention.native.planner.schedule import BwdSchedule
 from magi_attention.testing.masks import random_slices
 from magi_attention.testing.spawn import run_processes
 

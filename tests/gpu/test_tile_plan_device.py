@@ -12,7 +12,7 @@ import torch
 from magi_attention.common.slices import SliceTable
 from magi_attention.native import abi
 from magi_attention.native.ffa import FfaLibrary, FfaTile
-from magi_attention.native.tile_plan import TilePlan, plan_words, transposed
+from magi_attention.native.planner.tile_plan import TilePlan, plan_words, transposed
 from magi_attention.testing import masks
 
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)

@@ -13,7 +13,7 @@ from magi_attention.errors import ContractError
 from magi_attention.meta.moves import query_moves_of
 from magi_attention.meta.solver.placement import Pairs, Placement, Side
 from magi_attention.meta.solver.query_moves import KEY_COST, QUERY_COST, place
-from magi_attention.native.planner import PairGraph
+from magi_attention.native.planner.pairs import PairGraph
 from magi_attention.testing.libraries import planner_or_skip
 
 

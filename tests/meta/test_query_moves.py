@@ -13,7 +13,7 @@ from magi_attention.config.rates import MachineRates
 from magi_attention.errors import ContractError
 from magi_attention.meta import moves as choosing
 from magi_attention.meta.solver.query_moves import KEY_COST, QUERY_COST
-from magi_attention.native.planner import vertex_cover
+from magi_attention.native.planner.pairs import vertex_cover
 from magi_attention.testing.libraries import planner_or_skip
 from magi_attention.testing.masks import random_slices
 

@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from magi_attention.native import abi, index_abi, schedule_abi
+from magi_attention.native import abi
 from magi_attention.native.c_struct import fields
+from magi_attention.native.index import abi as index_abi
+from magi_attention.native.planner import abi as schedule_abi
 from magi_attention.native.comm import abi as comm_abi
 from magi_attention.testing.waiting import DEADLINE_S
 

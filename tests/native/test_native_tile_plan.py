@@ -9,7 +9,7 @@ import pytest
 from magi_attention.common.mask import Mask
 from magi_attention.common.slices import SliceTable, to_dense
 from magi_attention.errors import ContractError, MagiError
-from magi_attention.native.tile_plan import TilePlan, plan_words
+from magi_attention.native.planner.tile_plan import TilePlan, plan_words
 
 pytestmark = pytest.mark.usefixtures("planner")
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from magi_attention.common.disjoint import first_overlap
 from magi_attention.common.slices import SliceTable, to_dense, trim
 from magi_attention.errors import ContractError
-from magi_attention.native.tile_plan import TilePlan, strips, transposed
+from magi_attention.native.planner.tile_plan import TilePlan, strips, transposed
 from magi_attention.testing import masks
 
 pytestmark = pytest.mark.usefixtures("planner")

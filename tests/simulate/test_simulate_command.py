@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from magi_attention.cli import main, parser
-from magi_attention.cli.simulate import mask_maker
+from magi_attention.cli.plans.simulate import mask_maker
 from magi_attention.config.rates import KernelRate, MachineRates, keep_rates
 
 WORDS = ["simulate", "--gpus", "8,16", "--tokens-per-gpu", "1K"]

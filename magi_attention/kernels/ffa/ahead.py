@@ -10,7 +10,7 @@ from magi_attention.common.slices import SliceTable
 from magi_attention.kernels.ffa.schedule import SCHEDULES, schedule_of
 from magi_attention.kernels.types import AttnOptions
 from magi_attention.native.ffa import FfaTile
-from magi_attention.native.tile_plan import HOST_PLANS, TilePlan
+from magi_attention.native.planner.tile_plan import HOST_PLANS, TilePlan
 
 Kept = tuple[SliceTable, int, Any, Any]  # a slice table, and number of the kind, key and value of one of its tables
 _KINDS: tuple[Kind[Any, Any], ...] = (HOST_PLANS, SCHEDULES)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from magi_attention.native import abi
-from magi_attention.native.tile_plan import TilePlan
+from magi_attention.native.planner.tile_plan import TilePlan
 
 _BEYOND = 1.2  # rows may be later than thought, and to go by slack for longer costs little
 _CTAS = 116  # of the attention kernel, while others put

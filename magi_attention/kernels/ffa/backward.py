@@ -36,7 +36,7 @@ from magi_attention.kernels.reference.operands import row_delta
 from magi_attention.kernels.types import AttnOptions, BackwardOperands, Grads, check_dropout
 from magi_attention.native import abi
 from magi_attention.native.ffa import FfaLibrary
-from magi_attention.native.schedule import BwdSchedule, WorkTileShape
+from magi_attention.native.planner.schedule import BwdSchedule, WorkTileShape
 from magi_attention.native.stream_order import StreamOrder
 
 _pack_addresses = abi.FFA_BWD_POINTERS.pack

@@ -33,7 +33,7 @@ from magi_attention.kernels.ffa.plans import Kept, PlanShape, RangePlans
 from magi_attention.kernels.types import AttnOptions, Final, Operands, Partial, check_dropout
 from magi_attention.native import abi
 from magi_attention.native.ffa import FfaLibrary
-from magi_attention.native.schedule import ForwardSplits
+from magi_attention.native.planner.schedule import ForwardSplits
 
 _pack_addresses = abi.FFA_FWD_POINTERS.pack
 _empty_like = torch.empty_like

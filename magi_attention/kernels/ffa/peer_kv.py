@@ -15,8 +15,8 @@ from magi_attention.kernels.ffa.arrival import Pace, backward_order, forward_ord
 from magi_attention.kernels.ffa.operands import DTYPES
 from magi_attention.kernels.ffa.plans import DEVICE_PLANS, Kept, PlanShape
 from magi_attention.native import abi
-from magi_attention.native.schedule import with_schedule
-from magi_attention.native.tile_plan import TilePlan
+from magi_attention.native.planner.schedule import with_schedule
+from magi_attention.native.planner.tile_plan import TilePlan
 
 TILE = 128  # remote keys come in tiles that have one owner
 NO_TOKENS = "This rank has no tokens, and attention in one launch needs some; use fewer ranks."

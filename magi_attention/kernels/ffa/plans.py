@@ -26,8 +26,8 @@ from magi_attention.kernels.ffa.libraries import FfaLibraries
 from magi_attention.kernels.tables import SliceTables, table_from_tensors
 from magi_attention.kernels.types import RangeTensors
 from magi_attention.native.ffa import FfaTile
-from magi_attention.native.schedule import ForwardSplits, WorkTileShape, forward_splits, with_schedule
-from magi_attention.native.tile_plan import TilePlan, plan_words
+from magi_attention.native.planner.schedule import ForwardSplits, WorkTileShape, forward_splits, with_schedule
+from magi_attention.native.planner.tile_plan import TilePlan, plan_words
 
 DEVICE_PLAN_BYTES = 64 * 2**20
 _MAX_ENTRIES = 1024

@@ -13,9 +13,10 @@ from magi_attention.common.plan_cache import Kind
 from magi_attention.common.slices import SliceTable
 from magi_attention.kernels.ffa.peer_kv import RemoteKeys
 from magi_attention.kernels.types import AttnOptions, RangeTensors
-from magi_attention.native import abi, schedule_abi
-from magi_attention.native.schedule import BwdSchedule, choose, outline
-from magi_attention.native.tile_plan import TilePlan
+from magi_attention.native import abi
+from magi_attention.native.planner import abi as schedule_abi
+from magi_attention.native.planner.schedule import BwdSchedule, choose, outline
+from magi_attention.native.planner.tile_plan import TilePlan
 
 _TILE = 128  # keys
 _CAUSAL, _FULL = AttnMaskType.CAUSAL.to_int_type(), AttnMaskType.FULL.to_int_type()

@@ -18,7 +18,7 @@ from magi_attention.kernels.index_attn.backward_choice import is_key_stationary
 from magi_attention.kernels.index_attn.forward_choice import copies_blocks
 from magi_attention.kernels.index_attn.types import IndexProblem, PreparedIndices
 from magi_attention.native.families import SM90
-from magi_attention.native.index import IndexLibrary
+from magi_attention.native.index.calls import IndexLibrary
 from magi_attention.native.loader import load, why_absent
 
 SHARES_BYTES = 1 << 29  # that a deterministic backward leaves in memory at a time, where a list does not need more

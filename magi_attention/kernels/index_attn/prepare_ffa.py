@@ -7,7 +7,7 @@ import torch
 
 from magi_attention.env import build as env
 from magi_attention.native.families import SM90
-from magi_attention.native.index import MOST_ENTRIES, IndexLibrary
+from magi_attention.native.index.calls import MOST_ENTRIES, IndexLibrary
 from magi_attention.native.loader import load, why_absent
 
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from magi_attention.common.intervals import merge_intervals, sum_by
 from magi_attention.common.slices import K0, K1, Q0, Q1, areas
 from magi_attention.meta.rank_plan import cut_by_windows
-from magi_attention.native.planner import PairGraph
+from magi_attention.native.planner.pairs import PairGraph
 
 _MOST_STEPS = 32  # of balancing, for each rank
 Ints = NDArray[np.int64]

@@ -29,7 +29,7 @@ import numpy as np
 from magi_attention.common.intervals import sum_by
 from magi_attention.common.slices import K0, K1, Q0, Q1, merge
 from magi_attention.meta.solver.placement import Cells, Ints, Pairs, Placement, union_rows
-from magi_attention.native.planner import vertex_cover
+from magi_attention.native.planner.pairs import vertex_cover
 
 KEY_COST, QUERY_COST = 6, 5
 _TRIED, _ALL_TRIED = 3, 5000  # of the choices to begin with; pairs, up to which all are

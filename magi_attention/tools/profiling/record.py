@@ -24,7 +24,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.profiler import ProfilerAction, ProfilerActivity, profile, record_function, schedule
 
-from magi_attention.api.rates import device_name
+from magi_attention.api.planning.rates import device_name
 from magi_attention.common.intervals import subtract_intervals, total_length
 from magi_attention.config.rates import MachineRates, find_rates, rates_file, read_rates
 from magi_attention.kernels.registry import default_registry

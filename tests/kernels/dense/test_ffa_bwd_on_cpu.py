@@ -20,7 +20,7 @@ from magi_attention.kernels.ffa import plans as ffa_plans
 from magi_attention.kernels.ffa.schedule import select_schedule
 from magi_attention.kernels.reference.operands import delta_with_dlse
 from magi_attention.kernels.types import BackwardOperands, Grads, Operands
-from magi_attention.native.schedule import BwdSchedule
+from magi_attention.native.planner.schedule import BwdSchedule
 from magi_attention.testing import masks
 from magi_attention.testing.libraries import planner_or_skip
 

@@ -19,7 +19,7 @@ from magi_attention.kernels.dropout import Dropout
 from magi_attention.kernels.ffa.plans import DEVICE_PLANS
 from magi_attention.kernels.types import AttnOptions, Operands, Partial
 from magi_attention.native import abi
-from magi_attention.native.tile_plan import TilePlan
+from magi_attention.native.planner.tile_plan import TilePlan
 from magi_attention.testing import masks
 from magi_attention.testing.libraries import planner_or_skip
 

@@ -23,7 +23,7 @@ from magi_attention.kernels.ffa.schedule import _OUTLINES
 from magi_attention.kernels.tables import table_from_tensors
 from magi_attention.kernels.types import BackwardOperands, Operands
 from magi_attention.native.ffa import FfaTile
-from magi_attention.native.tile_plan import HOST_PLANS
+from magi_attention.native.planner.tile_plan import HOST_PLANS
 from magi_attention.testing.libraries import planner_or_skip
 from magi_attention.testing.waiting import DEADLINE_S
 

@@ -21,7 +21,7 @@ from magi_attention.kernels.ffa.plans import RangeTensors
 from magi_attention.kernels.ffa.schedule import UNKNOWN, RecentSchedules
 from magi_attention.kernels.tables import SliceTables, table_from_host_ranges
 from magi_attention.native import abi
-from magi_attention.native.schedule import BwdSchedule
+from magi_attention.native.planner.schedule import BwdSchedule
 from magi_attention.testing import masks
 from magi_attention.testing.libraries import planner_or_skip
 from magi_attention.testing.ref_attn import ref_attn_func

@@ -13,7 +13,7 @@ from magi_attention.kernels.ffa import schedule as schedule_module
 from magi_attention.kernels.ffa.ahead import kept_tables, take_tables
 from magi_attention.kernels.ffa.backend import FfaBackend
 from magi_attention.kernels.types import AttnOptions, BackwardOperands, Operands
-from magi_attention.native.tile_plan import TilePlan
+from magi_attention.native.planner.tile_plan import TilePlan
 from magi_attention.testing.masks import random_slices
 
 

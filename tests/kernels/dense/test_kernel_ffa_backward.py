@@ -24,7 +24,7 @@ from magi_attention.kernels.ffa import backward as ffa_backward
 from magi_attention.kernels.ffa.plans import DEVICE_PLANS, KEPT_ORDERS
 from magi_attention.kernels.types import BackwardOperands, Operands
 from magi_attention.native import abi
-from magi_attention.native.schedule import BwdSchedule
+from magi_attention.native.planner.schedule import BwdSchedule
 from magi_attention.testing import masks
 from magi_attention.testing.libraries import planner_or_skip
 

@@ -25,7 +25,7 @@ from magi_attention.kernels.types import BackwardOperands, Operands
 from magi_attention.native import abi
 from magi_attention.native.ffa import BackwardNeeds, FfaTile
 from magi_attention.native.loader import check, load
-from magi_attention.native.tile_plan import TilePlan
+from magi_attention.native.planner.tile_plan import TilePlan
 from magi_attention.native.toolchain import PLANNER
 
 DTYPES = {abi.BF16: torch.bfloat16, abi.FP16: torch.float16, abi.FP32: torch.float32}

@@ -11,8 +11,8 @@ import numpy as np
 
 from magi_attention.common.mask import Mask
 from magi_attention.common.slices import SliceTable
-from magi_attention.native.schedule_abi import TRAVERSAL_WRAP
-from magi_attention.native.tile_plan import TilePlan
+from magi_attention.native.planner.abi import TRAVERSAL_WRAP
+from magi_attention.native.planner.tile_plan import TilePlan
 from magi_attention.testing import masks
 
 TILE, NARROW, WIDE = 128, 64, 80  # keys of a tile; queries of m-blocks

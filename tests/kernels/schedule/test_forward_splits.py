@@ -8,8 +8,8 @@ import pytest
 from schedule_oracle import end_of
 
 from magi_attention.common.slices import SliceTable
-from magi_attention.native.schedule import ForwardSplits, forward_splits
-from magi_attention.native.tile_plan import TilePlan
+from magi_attention.native.planner.schedule import ForwardSplits, forward_splits
+from magi_attention.native.planner.tile_plan import TilePlan
 from magi_attention.testing.libraries import planner_or_skip
 
 MOST_PARTS = 16  # of a work tile

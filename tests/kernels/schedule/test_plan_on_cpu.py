@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hopper_library import hopper_library
 
-from magi_attention.native.tile_plan import TilePlan, plan_words
+from magi_attention.native.planner.tile_plan import TilePlan, plan_words
 from magi_attention.testing import masks
 from magi_attention.testing.libraries import planner_or_skip
 

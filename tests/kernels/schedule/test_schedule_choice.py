@@ -19,8 +19,8 @@ from magi_attention.kernels.ffa.arrival import Pace
 from magi_attention.kernels.ffa.peer_kv import TILE, RemoteKeys, RemoteMask
 from magi_attention.kernels.ffa.schedule import select_schedule
 from magi_attention.native import abi
-from magi_attention.native.schedule import NONE, BwdSchedule
-from magi_attention.native.tile_plan import TilePlan
+from magi_attention.native.planner.schedule import NONE, BwdSchedule
+from magi_attention.native.planner.tile_plan import TilePlan
 from magi_attention.testing import masks
 from magi_attention.testing.libraries import compiled_or_skip, csrc_or_skip, planner_or_skip
 

@@ -17,8 +17,8 @@ from magi_attention.common.mask import Mask
 from magi_attention.common.slices import SliceTable
 from magi_attention.errors import ContractError
 from magi_attention.native import abi
-from magi_attention.native.schedule import WorkTileShape, check_waits, with_schedule
-from magi_attention.native.tile_plan import TilePlan
+from magi_attention.native.planner.schedule import WorkTileShape, check_waits, with_schedule
+from magi_attention.native.planner.tile_plan import TilePlan
 from magi_attention.testing.libraries import planner_or_skip
 
 SOURCE = Path(__file__).with_name("semaphore_targets_on_cpu.cpp")

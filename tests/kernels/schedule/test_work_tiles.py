@@ -21,10 +21,10 @@ from magi_attention.kernels.ffa import backward as ffa_backward
 from magi_attention.kernels.ffa.arrival import Pace, backward_order, there_at
 from magi_attention.kernels.ffa.plans import RangeTensors
 from magi_attention.kernels.types import BackwardOperands
-from magi_attention.native import schedule_abi
-from magi_attention.native.schedule import BwdSchedule, Split, WorkTileShape, check_schedule, with_schedule
-from magi_attention.native.schedule_abi import WorkListHeader
-from magi_attention.native.tile_plan import TilePlan
+from magi_attention.native.planner import abi as schedule_abi
+from magi_attention.native.planner.schedule import BwdSchedule, Split, WorkTileShape, check_schedule, with_schedule
+from magi_attention.native.planner.abi import WorkListHeader
+from magi_attention.native.planner.tile_plan import TilePlan
 from magi_attention.testing import masks
 from magi_attention.testing.libraries import planner_or_skip
 from magi_attention.testing.uneven import SPLIT_CASES

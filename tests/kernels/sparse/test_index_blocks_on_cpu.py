@@ -16,7 +16,7 @@ from magi_attention.kernels.index_attn.prepare import lists_of_blocks
 from magi_attention.kernels.index_attn.types import IndexProblem
 from magi_attention.kernels.types import options_of
 from magi_attention.native import abi
-from magi_attention.native.index_abi import IndexFwdBlocksParams
+from magi_attention.native.index.abi import IndexFwdBlocksParams
 from magi_attention.testing.block_lists import poison_unseen
 
 SOURCE = Path(__file__).with_name("index_blocks_on_cpu.cpp")

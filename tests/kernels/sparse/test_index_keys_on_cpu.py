@@ -17,7 +17,7 @@ from magi_attention.kernels.index_attn.prepare import lists_of_blocks
 from magi_attention.kernels.index_attn.types import IndexProblem, PreparedIndices
 from magi_attention.kernels.types import options_of
 from magi_attention.native import abi
-from magi_attention.native.index_abi import IndexBwdKeysParams
+from magi_attention.native.index.abi import IndexBwdKeysParams
 from magi_attention.testing.block_lists import poison_unseen
 
 SOURCE = Path(__file__).with_name("index_keys_on_cpu.cpp")

@@ -17,7 +17,7 @@ from magi_attention.kernels.ffa.peer_kv import TILE, RemoteMask
 from magi_attention.kernels.ffa.plans import PlanShape
 from magi_attention.native import abi
 from magi_attention.native.ffa import FfaTile
-from magi_attention.native.tile_plan import TilePlan
+from magi_attention.native.planner.tile_plan import TilePlan
 from magi_attention.testing.libraries import csrc_or_skip, planner_or_skip
 from magi_attention.testing.masks import random_slices
 

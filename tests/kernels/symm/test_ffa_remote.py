@@ -17,8 +17,8 @@ from magi_attention.kernels.ffa.plans import PlanShape
 from magi_attention.kernels.types import BackwardOperands, Operands
 from magi_attention.native import abi
 from magi_attention.native.ffa import FfaTile
-from magi_attention.native.schedule import WorkTileShape, check_schedule
-from magi_attention.native.tile_plan import TilePlan, transposed
+from magi_attention.native.planner.schedule import WorkTileShape, check_schedule
+from magi_attention.native.planner.tile_plan import TilePlan, transposed
 from magi_attention.testing.libraries import planner_or_skip
 
 PUSH = b"this rank's"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from magi_attention.api.handles import CompiledFacts, runtime_of
+from magi_attention.api.compiled.handles import CompiledFacts, runtime_of
 from magi_attention.common.forward_meta import AttnForwardMeta
 from magi_attention.common.scalars import as_float
 from magi_attention.errors import ContractError

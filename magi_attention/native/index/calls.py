@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from magi_attention.errors import UnsupportedError
 from magi_attention.native import abi
-from magi_attention.native.index_abi import (
+from magi_attention.native.index.abi import (
     FUNCTIONS,
     IndexBwdKeysParams,
     IndexBwdParams,

@@ -9,9 +9,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from magi_attention.native import abi, schedule_abi
+from magi_attention.native import abi
 from magi_attention.native.loader import check, load
-from magi_attention.native.tile_plan import TilePlan
+from magi_attention.native.planner import abi as schedule_abi
+from magi_attention.native.planner.tile_plan import TilePlan
 from magi_attention.native.toolchain import PLANNER
 
 _OUTLINE_WORDS = 4  # of a record, of which the first two say which queries it visits

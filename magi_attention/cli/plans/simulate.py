@@ -11,9 +11,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from magi_attention.cli.budget import rates_of
 from magi_attention.cli.common import UsageError, make_folder, need_matplotlib, show_table, token_count
-from magi_attention.cli.masks import add_mask_options, build_mask, check_options, document_lengths
+from magi_attention.cli.plans.budget import rates_of
+from magi_attention.cli.plans.masks import add_mask_options, build_mask, check_options, document_lengths
 
 FOLDER = "runs/simulate"  # default of --out
 PICTURED_TOKENS = 3_000_000  # in all, at least, of the largest size in the picture

@@ -7,9 +7,9 @@ import argparse
 import json
 import time
 
-from magi_attention.cli.budget import budget_of, check_budget_options, rates_of, show_budget
 from magi_attention.cli.common import UsageError, make_folder, show_table
-from magi_attention.cli.masks import build_mask, check_options
+from magi_attention.cli.plans.budget import budget_of, check_budget_options, rates_of, show_budget
+from magi_attention.cli.plans.masks import build_mask, check_options
 from magi_attention.errors import ContractError, NoBackendError, UnsupportedError
 
 FOLDER = "runs/explain"  # default of --out

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from magi_attention.api.handles import CompiledFacts, held_by, layout_of
+from magi_attention.api.compiled.handles import CompiledFacts, held_by, layout_of
 from magi_attention.common.scalars import as_int, as_number
 from magi_attention.functional import documents
 from magi_attention.functional import layout as token_layout

@@ -11,7 +11,7 @@ from time import perf_counter
 from typing import Any
 
 from magi_attention.cli.common import UsageError, show_table
-from magi_attention.cli.masks import build_mask
+from magi_attention.cli.plans.masks import build_mask
 from magi_attention.errors import UnsupportedError
 
 LAYERS = 32  # default of --layers
@@ -37,7 +37,7 @@ def check_budget_options(args: argparse.Namespace) -> None:
 
 def rates_of(args: argparse.Namespace):
     """Rates of --rates, else what `magi tune` measured on this machine, else assumed ones."""
-    from magi_attention.api.rates import device_name
+    from magi_attention.api.planning.rates import device_name
     from magi_attention.config.rates import MachineRates, find_rates, rates_file, read_rates
 
     entries = read_rates(Path(args.rates) if args.rates else rates_file())
