@@ -10,7 +10,7 @@ from magi_attention import functional, init_dist_attn_runtime_mgr
 from magi_attention.comm.transport.fake import FakeWorld
 from magi_attention.common import AttnRanges
 from magi_attention.common.forward_meta import AttnForwardMeta
-from magi_attention.compat import softmax
+from magi_attention.compat.functional import softmax
 from magi_attention.config import DistAttnConfig
 from magi_attention.dist_attn_runtime_mgr import DistAttnRuntimeMgr
 from magi_attention.errors import ContractError, UnsupportedError

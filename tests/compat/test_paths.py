@@ -106,19 +106,19 @@ def test_tables_name_what_exists_once() -> None:
         assert "compat" not in source
 
 
-@pytest.mark.parametrize("how", ["magi_attention.functional.dispatch", "magi_attention.compat.dispatch"])
+@pytest.mark.parametrize("how", ["magi_attention.functional.dispatch", "magi_attention.compat.functional.dispatch"])
 def test_reload(how) -> None:
     module = importlib.import_module(how)
     before = module.dispatch_func
     assert importlib.reload(module) is module and module.dispatch_func is not before
-    assert sys.modules["magi_attention.functional.dispatch"] is sys.modules["magi_attention.compat.dispatch"]
+    assert sys.modules["magi_attention.functional.dispatch"] is sys.modules["magi_attention.compat.functional.dispatch"]
 
 
 def test_reload_of_a_module_with_published_names() -> None:
     functional = importlib.import_module("magi_attention.functional")
     for _ in range(3):
         assert importlib.reload(functional).dispatch_func is not None
-    assert functional.dispatch.__name__ == "magi_attention.compat.dispatch"
+    assert functional.dispatch.__name__ == "magi_attention.compat.functional.dispatch"
     assert functional.__spec__.loader is functional.__loader__
     assert type(functional.__loader__).__module__ != paths.__name__, "tools that read source find the usual loader"
 
@@ -184,7 +184,8 @@ def test_what_the_published_package_imports_with_itself(first) -> None:
 def test_threads_that_import_the_same_path_at_once() -> None:
     code = (
         "import threading, importlib, sys\n"
-        "names = ['magi_attention.functional.fa4', 'magi_attention.compat.fa4', 'magi_attention.functional'] * 3\n"
+        "a, b = 'magi_attention.functional', 'magi_attention.compat.functional'\n"
+        "names = [f'{a}.fa4', f'{b}.fa4', a] * 3\n"
         "got = []\n"
         "threads = [threading.Thread(target=lambda n=n: got.append(importlib.import_module(n))) for n in names]\n"
         "[t.start() for t in threads]; [t.join() for t in threads]\n"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from magi_attention.compat.softmax import safe_lse, safe_softmax, softmax_bwd
+from magi_attention.compat.functional.softmax import safe_lse, safe_softmax, softmax_bwd
 from magi_attention.compat.utils.dtypes import to_higher_fp_dtype
 from magi_attention.errors import ContractError
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 
 from magi_attention.common.forward_meta import AttnForwardMeta
-from magi_attention.compat.backend_call import AttnArg, Gradients, options_for, run_backward, run_forward
-from magi_attention.compat.sdpa_parts import (  # noqa: F401
+from magi_attention.compat.functional.backend_call import AttnArg, Gradients, options_for, run_backward, run_forward
+from magi_attention.compat.functional.sdpa_parts import (  # noqa: F401
     sdpa_bwd_calc,
     sdpa_bwd_dqdkdv_rearrange,
     sdpa_bwd_postprocess,

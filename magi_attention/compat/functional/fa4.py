@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from magi_attention.compat.backend_call import AttnArg, Gradients, options_for, run_backward, run_forward
+from magi_attention.compat.functional.backend_call import AttnArg, Gradients, options_for, run_backward, run_forward
 from magi_attention.kernels.ffa.custom_ops import flex_fwd
 from magi_attention.kernels.registry import default_registry
 from magi_attention.kernels.types import Problem
