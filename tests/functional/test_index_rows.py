@@ -104,7 +104,7 @@ def test_joined_lists_are_one_softmax_over_keys_of_two_kinds(seed, is_prepared):
     leaves = [x.clone().requires_grad_() for x in (q, kv, sink)]
     sees = torch.cat([(x[..., None] == torch.arange(total)).any(1) for x in (window, chosen)], 1)
     keys = leaves[1].transpose(0, 1).flatten(0, 1)
-    logits = torch.einsum("thd,sd->ths", leaves[0], keys).masked_fill(~sees[:, None], NEG_INF) * 0.3
+    logits = torch.einsum("thd,sd->ths", leaves[0], keys).masked_fill(~sees[:, None], float("-inf")) * 0.3
     logits = torch.cat((logits, leaves[2].T.expand(total, heads, 1)), 2)
     want = torch.einsum("ths,sd->thd", logits.softmax(2)[..., :-1], keys)
     wanted = torch.autograd.grad(want, leaves, dout)

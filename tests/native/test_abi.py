@@ -13,9 +13,9 @@ import pytest
 
 from magi_attention.native import abi
 from magi_attention.native.c_struct import fields
+from magi_attention.native.comm import abi as comm_abi
 from magi_attention.native.index import abi as index_abi
 from magi_attention.native.planner import abi as schedule_abi
-from magi_attention.native.comm import abi as comm_abi
 from magi_attention.testing.waiting import DEADLINE_S
 
 INCLUDE = Path(__file__).resolve().parents[2] / "csrc" / "include"

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 import torch
 
 from magi_attention.compat.extension import start_event, stop_event
-from magi_attention.compat.functional.apply import signature_in_order
 from magi_attention.env import general
 from magi_attention.errors import UnsupportedError
 from magi_attention.functional.flex_flash_attn import flex_flash_attn_func

@@ -17,8 +17,8 @@ from magi_attention.kernels.index_attn.types import IndexProblem, PreparedIndice
 from magi_attention.kernels.reference.operands import delta_with_dlse
 from magi_attention.kernels.types import options_of
 from magi_attention.native import abi
-from magi_attention.native.index.calls import IndexLibrary
 from magi_attention.native.index.abi import FUNCTIONS
+from magi_attention.native.index.calls import IndexLibrary
 
 
 class IndexLibraryOnCpu(IndexLibrary):

@@ -22,8 +22,8 @@ from magi_attention.kernels.ffa.arrival import Pace, backward_order, there_at
 from magi_attention.kernels.ffa.plans import RangeTensors
 from magi_attention.kernels.types import BackwardOperands
 from magi_attention.native.planner import abi as schedule_abi
-from magi_attention.native.planner.schedule import BwdSchedule, Split, WorkTileShape, check_schedule, with_schedule
 from magi_attention.native.planner.abi import WorkListHeader
+from magi_attention.native.planner.schedule import BwdSchedule, Split, WorkTileShape, check_schedule, with_schedule
 from magi_attention.native.planner.tile_plan import TilePlan
 from magi_attention.testing import masks
 from magi_attention.testing.libraries import planner_or_skip
