@@ -6,7 +6,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from magi_attention.env.snapshot import RuntimeFlags
-from magi_attention.functional.runtime import AttnPolicy
+from magi_attention.functional.policy import AttnPolicy
 
 
 @lru_cache(maxsize=64)  # attend asks in every call
@@ -29,4 +29,5 @@ def policy_from_flags(flags: RuntimeFlags) -> AttnPolicy:
         hierarchical=flags.hierarchical_comm,
         node_sizes=flags.node_sizes,
         node_transport=flags.node_transport,
+        head_chunks=flags.head_chunks,
     )

@@ -114,6 +114,11 @@ def min_chunks_per_rank() -> int:
     return registry.get("MAGI_ATTENTION_MIN_CHUNKS_PER_RANK")
 
 
+def head_chunks() -> int:
+    """In so many parts kv heads go through communication and attention, to save memory."""
+    return registry.get("MAGI_ATTENTION_HEAD_CHUNKS")
+
+
 def rates_file() -> str:
     """File in which `magi tune` keeps what it measured; empty if unset."""
     return registry.get("MAGI_ATTENTION_RATES_FILE")

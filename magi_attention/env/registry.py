@@ -103,6 +103,7 @@ _GENERAL = (
     _int(PREFIX + "DIST_ATTN_RUNTIME_DICT_SIZE", _G, "Keys kept per process group.", 1000, 0),
     _int(PREFIX + "DIST_ATTN_RUNTIME_DICT_MIB", _G, "Memory of the tables of kept keys; 0: any.", 512, 0),
     _int(PREFIX + "MIN_CHUNKS_PER_RANK", _G, "Least chunks per rank; bounds the chunk size.", 8, 1),
+    _int(PREFIX + "HEAD_CHUNKS", _G, "Parts of the kv heads that travel and are computed one after the other.", 1, 1),
     _text(PREFIX + "RATES_FILE", _G, "File of `magi tune`; .cache/magi_attention/rates.json beside kernels if unset."),
     _flag("CPP_BACKEND", _G, "Range classes in C++; they are Python here.", has_effect=False),
     _text(

@@ -46,6 +46,7 @@ class RuntimeFlags:
     sanity_check: bool = False
     max_connections_one: bool = False
     min_chunks_per_rank: int = 8
+    head_chunks: int = 1
 
     @property
     def query_moves(self) -> str:
@@ -78,6 +79,7 @@ class RuntimeFlags:
             sanity_check=general.is_sanity_check_enable(),
             max_connections_one=general.is_cuda_device_max_connections_one(),
             min_chunks_per_rank=general.min_chunks_per_rank(),
+            head_chunks=general.head_chunks(),
         )
 
 
@@ -90,6 +92,7 @@ _HIDE_TAIL = "MAGI_ATTENTION_BWD_HIDE_TAIL_REDUCE=1"
 _FA4 = "the fa4 kernel backend"
 _FWD_FP32 = "MAGI_ATTENTION_FORWARD_HIGH_PRECISION_REDUCE=1"
 _BWD_FP32 = "MAGI_ATTENTION_BACKWARD_HIGH_PRECISION_REDUCE=1"
+_HEAD_CHUNKS = "MAGI_ATTENTION_HEAD_CHUNKS above 1"
 _UNEVEN = "DispatchConfig(uneven_shard=True)"
 _NO_OVERLAP = "OverlapConfig(degree=0)"
 
@@ -104,6 +107,7 @@ _EXCLUSIVE = (
     (_FLATTEN, _HIDE_TAIL),
     (_FLATTEN, _NO_OVERLAP),
     (_FLATTEN, _UNEVEN),
+    (_FLATTEN, _HEAD_CHUNKS),
     (_FWD_FP32, _FA4),
     (_BWD_FP32, _FA4),
 )
@@ -130,6 +134,7 @@ def check_flag_comb(flags: RuntimeFlags, *, uneven_shard: bool = False, no_overl
         _FA4: backend == "fa4",
         _FWD_FP32: flags.fwd_high_precision_reduce,
         _BWD_FP32: flags.bwd_high_precision_reduce,
+        _HEAD_CHUNKS: flags.head_chunks > 1,
         _UNEVEN: uneven_shard,
         _NO_OVERLAP: no_overlap,
     }

@@ -23,6 +23,7 @@ import torch
 from magi_attention.comm.collectives.wire import dense_strides
 from magi_attention.common.slices import SliceTable
 from magi_attention.functional.autocast import cast_operands
+from magi_attention.functional.head_chunks import backward_by_head_chunks, forward_by_head_chunks
 from magi_attention.functional.query_moves import Forward, backward_with_moves, forward_with_moves
 from magi_attention.functional.runtime import HOST, JOINED, AttnCall, AttnRuntime, Trace, accumulation_dtype
 from magi_attention.functional.stage_comm import Handle
@@ -106,6 +107,8 @@ def run_forward(
     call: AttnCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None
 ) -> Forward:
     """The forward pass of one call, without autograd."""
+    if call.chunks:
+        return forward_by_head_chunks(run_forward, call, q, k, v, sink)
     runtime = call.runtime
     with runtime.transport.guard("attention forward"), profiler_range(FORWARD_RANGE):
         if call.prepared.fused is not None:
@@ -126,6 +129,8 @@ def run_backward(
 ) -> tuple[torch.Tensor | None, ...]:  # fmt: skip
     """``(dq, dk, dv, dsink or None)`` of one call, in the dtypes of q, k, v and sink. ``dlse``: the gradient of lse;
     what a rank gives changes no message, so some may have one and others None."""
+    if call.chunks:
+        return backward_by_head_chunks(run_backward, call, dout, q, k, v, sink, out, lse, dlse)
     runtime, delta = call.runtime, delta_with_dlse(out, dout, lse, dlse)
     if delta is not None:
         call = _taking_delta(call, q, k, v, sink)
@@ -197,10 +202,9 @@ def _forward_blocking(
     runtime, prepared, slices, keys = call.runtime, call.prepared, call.runtime.part.host, HOST
     if not runtime.is_local:
         start = time.perf_counter()
-        k_remote, v_remote = runtime.comms[0].fetch(k, v, prepared.exchange).wait()
+        k, v = _fetch_joined(call, k, v)
         call.record("comm", 0, start)
-        k, v, slices = torch.cat([k, k_remote]), torch.cat([v, v_remote]), runtime.part.joined
-        keys = JOINED
+        keys, slices = JOINED, runtime.part.joined
     start, dropout = time.perf_counter(), call.dropout_mask(keys, q.device)
     x = Operands(q, k, v, slices, prepared.forward_alone, sink, dropout)
     if prepared.final is not None:
@@ -210,6 +214,12 @@ def _forward_blocking(
         got = Forward(partial.out.to(q.dtype), partial.lse, partial.max_logits)
     call.record("compute", HOST, start)
     return got
+
+
+def _fetch_joined(call: AttnCall, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Local keys and values, followed by those of the only stage; what was received is free again."""
+    fetched = call.runtime.comms[0].fetch(k, v, call.prepared.exchange).wait()
+    return torch.cat([k, fetched[0]]), torch.cat([v, fetched[1]])
 
 
 def _forward_staged(
@@ -296,9 +306,8 @@ class _Backward:
         return both.as_strided(k.shape, strides[0]), both.as_strided(v.shape, strides[1], split)
 
     def run_blocking(self) -> Grads:
-        comm, rows = self.runtime.comms[0], self.runtime.part.num_tokens
-        k_remote, v_remote = comm.fetch(self.k, self.v, self.call.prepared.exchange).wait()
-        keys, values = torch.cat([self.k, k_remote]), torch.cat([self.v, v_remote])
+        rows = self.runtime.part.num_tokens
+        keys, values = _fetch_joined(self.call, self.k, self.v)
         options = self.call.prepared.backward_alone
         grads = self._attend(keys, values, self.runtime.part.joined, JOINED, options, self.sink)
         dk, dv = grads.dk[:rows], grads.dv[:rows]
@@ -334,6 +343,7 @@ class _Backward:
                 k_stage, v_stage = tail
             dk, dv = self._remote(s, k_stage, v_stage, is_alone=not (fetches or returns))
             returns.append(self._return_rows(s, dk, dv, *own))
+            del k_stage, v_stage, dk, dv  # or they would live while the next stage is computed
         if host is None:
             host = self._host(is_alone=False, into=own)
         for work in returns:

@@ -14,24 +14,25 @@ import torch
 
 from magi_attention.comm.collectives.hierarchical import NodeLevels
 from magi_attention.comm.collectives.wire import RowPack
-from magi_attention.comm.exchange.choice import NODE_TRANSPORTS, exchange_group
+from magi_attention.comm.exchange.choice import exchange_group
 from magi_attention.comm.exchange.group import ExchangeGroup
 from magi_attention.comm.exchange.node_exchange import why_rows_stay
 from magi_attention.comm.transport.base import Transport
 from magi_attention.comm.transport.consistency import Use
 from magi_attention.common.intervals import Packing
 from magi_attention.common.plan_cache import Kind, PlanCache
-from magi_attention.common.scalars import as_float, as_int
+from magi_attention.common.scalars import as_float
 from magi_attention.env import comm
 from magi_attention.errors import ContractError, UnsupportedError
 from magi_attention.functional.ahead import AHEAD, NOT_AHEAD, Ahead
 from magi_attention.functional.first_use import BACKWARD, FORWARD, ensure_call, settings_in_words, use_of_call
-from magi_attention.functional.head_groups import rows_by_group
+from magi_attention.functional.head_groups import check_head_chunks, head_chunks_of, rows_by_group
 from magi_attention.functional.inputs import check_local_qkv
 from magi_attention.functional.joined import are_on_one_host, is_joined_faster
 from magi_attention.functional.layout import check_ranks
 from magi_attention.functional.one_launch.base import OneLaunch, PreparedFused
 from magi_attention.functional.one_launch.choice import over_nodes, over_nvlink
+from magi_attention.functional.policy import AttnPolicy
 from magi_attention.functional.stage_comm import QueryComm, StageComm
 from magi_attention.kernels import AttnOptions, Backend, Problem, Registry, accumulation_dtype
 from magi_attention.kernels.dropout import Dropout, DropoutMask
@@ -46,52 +47,7 @@ _MAX_PREPARED = 256
 HOST, JOINED = -1, -2  # in place of a stage: local keys alone, or followed by those of all stages
 QUERIES = -3  # rows of queries that other ranks send
 _POSITIONS: Kind[tuple[int, torch.device], torch.Tensor] = Kind("positions of rows, by stage and device")
-DSINK_REDUCES = ("none", "sum", "avg")
-STAGE_MODES = ("staged", "fused", "auto")
 Trace = list[dict[str, Any]]  # of dicts: rank, lane ("compute" or "comm"), stage (-1 = host), start, end in seconds
-
-
-@dataclass(frozen=True)
-class AttnPolicy:
-    """How a plan is run; fixed when the runtime is made.
-
-    ``prefetch_all`` launches every fetch at once, otherwise one stage ahead. ``hide_tail_reduce`` keeps the last
-    stage's keys from the forward pass and reduces their gradients first. ``high_precision_reduce`` sends partial
-    dk, dv (and dq) in the accumulation dtype, ``forward_high_precision_reduce`` partial outputs where queries move.
-    ``dsink_reduce`` is none, sum or avg over ranks. ``stage_mode``: "staged", one kernel per stage; "fused", one kernel
-    per direction, fed by other ranks while it runs, or an error; "auto", fused where it can be. With
-    ``hierarchical`` rows cross between nodes once for each node, where the caller finds out who shares one:
-    ``node_sizes`` are ranks per node, one for all or one each, empty where the launcher says it. They cross by
-    ``node_transport``: "nvshmem" or "gin", or an error; "all_to_all"; "auto", the first that all ranks have.
-    """
-
-    backend: str | None = None
-    is_backend_explicit: bool = False
-    precision: torch.dtype | None = None
-    deterministic: bool = False
-    hide_tail_reduce: bool = False
-    high_precision_reduce: bool = False
-    forward_high_precision_reduce: bool = False
-    prefetch_all: bool = True
-    fwd_sm_margin: int = 0
-    bwd_sm_margin: int = 0
-    dsink_reduce: str = "none"
-    check: bool = False
-    stage_mode: str = "staged"
-    hierarchical: bool = False
-    node_sizes: tuple[int, ...] = ()
-    node_transport: str = "auto"
-
-    def __post_init__(self) -> None:
-        for name in ("fwd_sm_margin", "bwd_sm_margin"):
-            object.__setattr__(self, name, as_int(getattr(self, name), name, at_least=0))
-        flags = ("is_backend_explicit", "deterministic", "hide_tail_reduce", "high_precision_reduce", "prefetch_all")
-        for name in (*flags, "forward_high_precision_reduce", "check"):
-            object.__setattr__(self, name, bool(getattr(self, name)))
-        modes = ("dsink_reduce", DSINK_REDUCES), ("stage_mode", STAGE_MODES), ("node_transport", NODE_TRANSPORTS)
-        for name, choices in modes:
-            if getattr(self, name) not in choices:
-                raise ContractError(f"{name} is {getattr(self, name)!r}; give one of {', '.join(choices)}.")
 
 
 @dataclass(frozen=True)
@@ -119,12 +75,14 @@ class Prepared:
 
 @dataclass
 class AttnCall:
-    """Inputs of one call that are not tensors of the graph. Lives from forward to backward."""
+    """Inputs of one call that are not tensors of the graph. Lives from forward to backward. ``chunks``: with
+    ``head_chunks`` the calls of which this one is made up."""
 
     runtime: AttnRuntime
     prepared: Prepared
     trace: Trace | None = None
     dropout: Dropout | None = None
+    chunks: tuple[AttnCall, ...] = ()
 
     def dropout_mask(self, keys: int, device: torch.device, queries: int = HOST) -> DropoutMask | None:
         """Dropout over ``queries``, ``HOST`` or ``QUERIES``, and the keys of a stage, ``HOST`` or ``JOINED``."""
@@ -196,7 +154,7 @@ class AttnRuntime:
     @property
     def keeps_tail(self) -> bool:
         """Does the forward keep the keys of the last stage for the backward, if it runs in stages?"""
-        is_staged = not self.is_local and not self.is_blocking and self.queries is None
+        is_staged = not self.is_local and not self.is_blocking and self.queries is None and self.policy.head_chunks == 1
         return is_staged and self.policy.hide_tail_reduce and bool(self.part.stages)
 
     @property
@@ -231,10 +189,11 @@ class AttnRuntime:
         trace: Trace | None = None,
         needs_backward: bool | None = None,
         dropout: Dropout | None = None,
+        is_chunk: bool = False,
     ) -> AttnCall:
         """Checks the inputs and picks the backend; errors are told to the other ranks by the caller's guard.
 
-        ``needs_backward``: by default, whether a tensor requires a gradient.
+        ``needs_backward``: by default, whether a tensor requires a gradient. ``is_chunk``: these are heads of a chunk.
         """
         if softmax_scale is not None and type(softmax_scale) is not float:  # the memo would know a tensor by identity
             softmax_scale = as_scale(softmax_scale)
@@ -256,6 +215,9 @@ class AttnRuntime:
         except AttributeError:
             self._check_inputs(q, k, v, sink)
             raise
+        if self.policy.head_chunks > 1 and not is_chunk:
+            options = (softmax_scale, softcap, return_max_logits, trace, needs_backward, dropout)
+            return self._call_by_head_chunks((q, k, v, sink), options)
         prepared = self._prepared.get(key)
         if prepared is None:
             self._check_inputs(q, k, v, sink)
@@ -273,6 +235,17 @@ class AttnRuntime:
         if trace is None and self.registry.instruments.observe is not None:
             trace = self.registry.instruments.observe(self.plan, self.transport.rank, q)
         return AttnCall(self, prepared, trace, dropout)
+
+    def _call_by_head_chunks(self, tensors: tuple[torch.Tensor, ...], options: tuple[Any, ...]) -> AttnCall:
+        self._check_inputs(*tensors)
+        count, dropout = self.policy.head_chunks, options[-1]
+        try:
+            check_head_chunks(count, tensors[1], dropout is not None, self.head_groups)
+        except Exception as exc:
+            self.transport.decline(exc, tensors[0], FORWARD)
+            raise
+        chunks = tuple(self.call(*part, *options, is_chunk=True) for part in head_chunks_of(count, *tensors))
+        return replace(chunks[0], chunks=chunks)
 
     def _check_inputs(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None) -> None:
         rows = self.part.num_tokens // self.head_groups

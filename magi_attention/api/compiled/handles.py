@@ -26,7 +26,8 @@ from magi_attention.env import general
 from magi_attention.env.snapshot import RuntimeFlags
 from magi_attention.errors import ContractError, UnknownKeyError
 from magi_attention.functional.layout import TokenLayout
-from magi_attention.functional.runtime import AttnPolicy, AttnRuntime
+from magi_attention.functional.policy import AttnPolicy
+from magi_attention.functional.runtime import AttnRuntime
 from magi_attention.meta.cost import stage_rows
 from magi_attention.meta.plan import Plan
 

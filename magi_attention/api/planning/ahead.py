@@ -17,7 +17,7 @@ from magi_attention.common.mask import Mask
 from magi_attention.config import DistAttnConfig
 from magi_attention.env.snapshot import RuntimeFlags
 from magi_attention.functional import ahead
-from magi_attention.functional.runtime import AttnPolicy
+from magi_attention.functional.policy import AttnPolicy
 from magi_attention.kernels import default_registry
 from magi_attention.kernels.ffa.ahead import KernelTiles
 from magi_attention.meta.planner import check_heads
