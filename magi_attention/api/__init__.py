@@ -36,6 +36,7 @@ from magi_attention.api.magi_attn_interface import (
     undispatch,
 )
 from magi_attention.api.manager import init_dist_attn_runtime_mgr
+from magi_attention.api.memory import longest_context
 from magi_attention.api.plan import Mask, Plan, attend, make_plan
 from magi_attention.api.planning.ahead import kernel_tiles, plan_async
 from magi_attention.api.planning.rates import load_rates
@@ -66,6 +67,7 @@ from magi_attention.config.rates import MachineRates
 from magi_attention.functional import AttnPolicy, block_sparse_attn_func, flex_flash_attn_func, index_attn_func
 from magi_attention.functional.attention_check import AttentionCheck
 from magi_attention.kernels.index_attn import PreparedIndices, prepare_indices
+from magi_attention.meta.model_memory import MemoryUse, ModelShape, TrainingSetup
 
 __all__ = [
     "AttentionCheck",
@@ -89,7 +91,9 @@ __all__ = [
     "Mask",
     "LocalityDispatchAlg",
     "MachineRates",
+    "MemoryUse",
     "MinHeapDispatchAlg",
+    "ModelShape",
     "OverlapAlg",
     "OverlapConfig",
     "Plan",
@@ -97,6 +101,7 @@ __all__ = [
     "SequentialDispatchAlg",
     "SortedSequentialSelectAlg",
     "ToppHeapDispatchAlg",
+    "TrainingSetup",
     "UniformOverlapAlg",
     "attend",
     "attend_index",
@@ -126,6 +131,7 @@ __all__ = [
     "init_dist_attn_runtime_mgr",
     "kernel_tiles",
     "load_rates",
+    "longest_context",
     "magi_attn_flex_key",
     "magi_attn_varlen_key",
     "make_flex_key_for_new_mask_after_dispatch",

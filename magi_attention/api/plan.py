@@ -44,14 +44,17 @@ from magi_attention.errors import ContractError
 from magi_attention.functional import ahead, documents
 from magi_attention.functional import layout as token_layout
 from magi_attention.functional.attention_check import PlanMark, note_call
+from magi_attention.functional.attention_memory import plan_memory
 from magi_attention.functional.dist_attn import dist_attn
+from magi_attention.functional.policy import AttnPolicy
 from magi_attention.functional.recurrent import contiguous
-from magi_attention.functional.runtime import AttnPolicy, AttnRuntime, Trace
+from magi_attention.functional.runtime import AttnRuntime, Trace
 from magi_attention.kernels import default_registry
 from magi_attention.kernels.dropout import dropout_of
 from magi_attention.kernels.ffa.ahead import KernelTiles
 from magi_attention.meta import plan as meta_plan
 from magi_attention.meta.explain import explain
+from magi_attention.meta.model_memory import MemoryUse, ModelShape, TrainingSetup
 from magi_attention.meta.planner import PlanOptions, build_plan, plan_for_partitions
 
 DEFAULT_BALANCE = 1.02  # without a chunk size, chunks are refined until the heaviest rank is within 2%
@@ -188,6 +191,14 @@ class Plan(meta_plan.Plan):
     def explain(self, element_bytes: int = 2) -> dict:
         """The plan in numbers; see ``magi_attention.meta.explain``."""
         return explain(self, element_bytes)
+
+    def memory(self, shape: ModelShape, setup: TrainingSetup | None = None) -> MemoryUse:
+        """Predicted bytes of one training step of a model, on the GPU and on the host, on the rank that takes most.
+
+        Attention's share is counted in the buffers of this plan, for the heads of ``shape``; the rest is arithmetic
+        for a Llama-like decoder in eager PyTorch under FSDP2. ``UnsupportedError`` where queries move.
+        """
+        return plan_memory(self, shape, setup or TrainingSetup())
 
     def _repr_html_(self) -> str:
         """What a notebook shows: the page of `magi explain` for this plan, below 500 KB for any plan."""

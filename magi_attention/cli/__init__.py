@@ -20,6 +20,7 @@ from magi_attention.cli.dev import add_dev
 from magi_attention.cli.doctor import command_collect_env, command_doctor
 from magi_attention.cli.plans.explain import FOLDER, HEADS, command_explain
 from magi_attention.cli.plans.masks import add_mask_options
+from magi_attention.cli.plans.memory import add_memory_options
 from magi_attention.cli.plans.simulate import add_simulate
 from magi_attention.cli.precompile import add_precompile
 from magi_attention.cli.profile import add_profile
@@ -125,6 +126,7 @@ def _add_explain(commands) -> None:
     explain.add_argument("--budget", action="store_true", help="measure planning here, beside a step's attention")
     explain.add_argument("--layers", type=int, help="with --budget: attention layers of the model; 32 without it")
     explain.add_argument("--rates", metavar="FILE", help="plan and predict by a file of `magi tune`")
+    add_memory_options(explain)
     explain.add_argument("--out", help=f"folder for the page; {FOLDER} without it")
     explain.add_argument("--no-pictures", dest="pictures", action="store_false", help="print the tables only")
     explain.add_argument("--json", action="store_true", help="print the numbers as JSON, and nothing else")

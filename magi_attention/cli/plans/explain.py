@@ -10,6 +10,7 @@ import time
 from magi_attention.cli.common import UsageError, make_folder, show_table
 from magi_attention.cli.plans.budget import budget_of, check_budget_options, rates_of, show_budget
 from magi_attention.cli.plans.masks import build_mask, check_options
+from magi_attention.cli.plans.memory import memory_of, read_memory_options, show_memory
 from magi_attention.errors import ContractError, NoBackendError, UnsupportedError
 
 FOLDER = "runs/explain"  # default of --out
@@ -227,6 +228,7 @@ def command_explain(args: argparse.Namespace) -> int:
 
     check_options(args)
     check_budget_options(args)
+    read_memory_options(args)
     about_heads = assume_heads(args)
     args.plan_rates = rates_of(args) if args.rates else None
     mask = build_mask(args)
@@ -237,9 +239,11 @@ def command_explain(args: argparse.Namespace) -> int:
     numbers = explain(plan)
     links = links_of(mask, plan, args)
     budget = budget_of(plan, args, plan_for) if args.budget else None
+    memory = None if args.shape is None else memory_of(plan, args)
     if args.json:
         more = {} if budget is None else {"budget": budget}
         more |= {} if links is None else {"links": links}
+        more |= {} if memory is None else {"memory": memory}
         print(json.dumps({**numbers, "seconds": round(seconds, 4), **more}))
         return 0
     show_table(f"Plan for {args.cp} ranks, made in {seconds:.3f} s", describe.overview_table(plan, numbers))
@@ -254,6 +258,8 @@ def command_explain(args: argparse.Namespace) -> int:
         print(about_node_transport())
     if budget is not None:
         show_budget(budget)
+    if memory is not None:
+        show_memory(memory, args)
     show_kernels(args)
     advice = None if args.dispatch == "locality" else better_dispatch(mask, numbers, args)
     for sentence in (advice, about_queries(mask, plan, numbers, args)):

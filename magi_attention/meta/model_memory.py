@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bytes of a training step of a decoder on one GPU, without its attention: parameters, activations, logits.
+
+The arithmetic is that of a Llama-like block in eager PyTorch: ``x + o(attention(q, k, v))``, then
+``x + down(silu(gate) * up)``, each behind an RMSNorm. Compiled blocks keep less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any
+
+from magi_attention.common.scalars import as_int
+from magi_attention.errors import ContractError, UnsupportedError
+
+ACTIVATIONS = ("kept", "checkpointed", "offloaded")
+_LOSS_BYTES = 12  # a logit: its log-softmax and two gradients, all in float32
+_GATHERED_BLOCKS = 3  # parameters of the block that runs, those of the next, and the buffer in which these arrive
+_STAGED_INPUTS = 2  # offloaded inputs of blocks that are on the GPU at a time
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A dense decoder: ``width`` of the residual stream, ``hidden`` of the gated MLP, ``vocabulary`` of the logits.
+
+    ``has_tied_embeddings``: the head is the embedding. ``has_qk_norm``: RMSNorm of each head of q and k.
+    """
+
+    width: int
+    num_layers: int
+    num_heads_q: int
+    num_heads_kv: int
+    head_dim: int
+    hidden: int
+    vocabulary: int
+    has_tied_embeddings: bool = False
+    has_qk_norm: bool = False
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            if f.type == "int":
+                object.__setattr__(self, f.name, as_int(getattr(self, f.name), f.name, at_least=1))
+        if self.num_heads_q % self.num_heads_kv:
+            raise ContractError(
+                f"num_heads_q is {self.num_heads_q}, no multiple of num_heads_kv {self.num_heads_kv}; give those of "
+                "the model."
+            )
+
+    @classmethod
+    def of_config(cls, config: Any) -> ModelShape:
+        """From a transformers config, or a mapping such as its config.json. ``UnsupportedError`` for experts."""
+        found = config if isinstance(config, dict) else config.to_dict()
+        for name in ("num_experts", "num_local_experts", "n_routed_experts"):
+            if found.get(name):
+                raise UnsupportedError(f"The config has {name}; memory is predicted for dense models alone.")
+        try:
+            width, heads = found["hidden_size"], found["num_attention_heads"]
+            return cls(
+                width, found["num_hidden_layers"], heads, found.get("num_key_value_heads") or heads,
+                found.get("head_dim") or width // heads, found["intermediate_size"], found["vocab_size"],
+                bool(found.get("tie_word_embeddings", False)), str(found.get("model_type", "")).startswith("qwen3"),
+            )  # fmt: skip
+        except KeyError as error:
+            raise ContractError(
+                f"The config lacks {error}; give a ModelShape with the sizes of the model in its place."
+            ) from error
+
+    @property
+    def block_parameters(self) -> int:
+        projections = self.width * self.head_dim * 2 * (self.num_heads_q + self.num_heads_kv)
+        norms = 2 * self.width + (2 * self.head_dim if self.has_qk_norm else 0)
+        return projections + 3 * self.width * self.hidden + norms
+
+    @property
+    def root_parameters(self) -> int:
+        """Those outside the blocks: embedding, head and the last norm."""
+        return (1 if self.has_tied_embeddings else 2) * self.vocabulary * self.width + self.width
+
+    @property
+    def num_parameters(self) -> int:
+        return self.num_layers * self.block_parameters + self.root_parameters
+
+
+@dataclass(frozen=True)
+class TrainingSetup:
+    """How a model is trained.
+
+    Args:
+        shards: GPUs over which FSDP shards; by default those of the plan.
+        element_bytes: of an activation and of a gathered parameter.
+        parameter_bytes: of a sharded parameter, and of its gradient.
+        optimizer_bytes: of the optimizer's states for one parameter; 8 for Adam in float32.
+        activations: "kept"; "checkpointed", only inputs of blocks stay; "offloaded", these on the host.
+        keeps_attention: checkpoints have out and lse, too, so that attention is not computed again.
+        mlp_chunk: tokens whose MLP is computed at a time, and again in the backward; None for all at once.
+        logits_chunk: tokens whose logits are there at a time; None for all at once.
+        offloads_parameters: sharded parameters, gradients and optimizer states are on the host (CPUOffloadPolicy).
+        accumulates_gradients: over several batches, so that they are there from the beginning.
+        is_one_launch: attention takes one launch over NVLink, with buffers that ranks share; else stage by stage.
+        high_precision_reduce, head_chunks: as in ``AttnPolicy`` and ``attend``.
+    """
+
+    shards: int | None = None
+    element_bytes: int = 2
+    parameter_bytes: int = 4
+    optimizer_bytes: int = 8
+    activations: str = "checkpointed"
+    keeps_attention: bool = False
+    mlp_chunk: int | None = None
+    logits_chunk: int | None = None
+    offloads_parameters: bool = False
+    accumulates_gradients: bool = False
+    is_one_launch: bool = False
+    high_precision_reduce: bool = False
+    head_chunks: int = 1
+
+    def __post_init__(self) -> None:
+        if self.activations not in ACTIVATIONS:
+            raise ContractError(f"activations is {self.activations!r}; give one of {', '.join(ACTIVATIONS)}.")
+        if self.keeps_attention and self.activations == "kept":
+            raise ContractError("keeps_attention is for checkpoints; activations='kept' has out and lse anyway.")
+        for name in ("element_bytes", "parameter_bytes", "head_chunks"):
+            object.__setattr__(self, name, as_int(getattr(self, name), name, at_least=1))
+        for name in ("shards", "mlp_chunk", "logits_chunk"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, as_int(getattr(self, name), name, at_least=1))
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """Predicted bytes of one training step on ``rank``, the one that takes most, with ``tokens`` rows of its own.
+
+    ``held``: what is there for the whole step, by name. ``moments``: what comes on top of it while the last block runs
+    forward, at the loss, and in the backward; only one of these at a time. ``activations`` (between forward and
+    backward, of all layers) are part of each, and ``gradients`` (sharded) of the backward, where these grow as those
+    shrink. ``host``: bytes in host memory, by name. What CUDA, NCCL and the allocator take is not in it.
+    """
+
+    rank: int
+    tokens: int
+    held: dict[str, int]
+    moments: dict[str, int]
+    activations: int
+    gradients: int
+    host: dict[str, int]
+
+    @property
+    def peak_bytes(self) -> int:
+        """On the GPU."""
+        return sum(self.held.values()) + max(self.moments.values())
+
+    @property
+    def host_bytes(self) -> int:
+        return sum(self.host.values())
+
+
+@dataclass(frozen=True)
+class AttentionMemory:
+    """Bytes of attention in one layer on one rank.
+
+    ``kept``: q, k, v, out and lse of local rows, from forward to backward, in each layer. ``buffers``: memory that
+    ranks share over NVLink, one set for all layers and plans; 0 where attention goes stage by stage. ``forward`` and
+    ``backward``: the most beside those that lives while a layer runs, gradients included. Of these, ``fetched`` are
+    buffers in which keys and values travel in a forward, both those sent and those received.
+    """
+
+    kept: int
+    buffers: int
+    forward: int
+    backward: int
+    fetched: int
+
+
+def step_memory(
+    shape: ModelShape, setup: TrainingSetup, rank: int, rows: int, shards: int, attention: AttentionMemory
+) -> MemoryUse:
+    """A step on a rank with ``rows`` tokens, whose FSDP group has ``shards`` GPUs."""
+    sizes, layers = _Activations(shape, setup, rows, attention), shape.num_layers
+    sharded = -(-shape.num_parameters // shards)
+    states = {"parameters": sharded * setup.parameter_bytes, "optimizer": sharded * setup.optimizer_bytes}
+    gradients = {"gradients": sharded * setup.parameter_bytes}
+    gathered, reduced = _gathered(shape, setup, shards)
+    on_gpu = {"gathered parameters": gathered, "attention buffers": attention.buffers}
+    held, host = ({**states, **on_gpu}, {}) if not setup.offloads_parameters else (on_gpu, {**states, **gradients})
+    saved = layers * sizes.saved
+    if setup.activations == "offloaded":
+        host["activations"] = saved
+        saved = min(_STAGED_INPUTS, layers) * sizes.saved
+
+    # In the first block that runs backward all activations are there, and in the last one all gradients.
+    grown = 0 if setup.offloads_parameters else gradients["gradients"]
+    first = -(-(shape.block_parameters + shape.vocabulary * shape.width) // shards) * setup.parameter_bytes
+    at_first = saved + (grown if setup.accumulates_gradients else min(first, grown))
+    at_last = grown + (saved if setup.activations == "offloaded" else sizes.saved)
+    before = grown if setup.accumulates_gradients else 0
+    moments = {
+        "forward": before + saved + sizes.forward,
+        "loss": before + saved + sizes.loss,
+        "backward": max(at_first, at_last) + sizes.backward + reduced,
+    }
+    return MemoryUse(rank, rows, held, moments, saved, grown, host)
+
+
+def _gathered(shape: ModelShape, setup: TrainingSetup, shards: int) -> tuple[int, int]:
+    """Bytes of parameters that FSDP gathers, and of whole gradients before they are sharded."""
+    if shards == 1 and setup.parameter_bytes == setup.element_bytes:
+        return 0, 0  # nothing is sharded or cast
+    blocks = min(_GATHERED_BLOCKS, shape.num_layers) * shape.block_parameters
+    gathered = (blocks + shape.root_parameters) * setup.element_bytes
+    # Gradients of a block in the dtype of the backward, the copy that is reduced, and that of the block before.
+    reduced = shape.block_parameters * (setup.element_bytes + 2 * setup.parameter_bytes)
+    return gathered, reduced + shape.root_parameters * setup.element_bytes
+
+
+class _Activations:
+    """Bytes of ``rows`` tokens: ``saved`` by a block from forward to backward, and what comes on top at a moment."""
+
+    def __init__(self, shape: ModelShape, setup: TrainingSetup, rows: int, attention: AttentionMemory) -> None:
+        e, c = setup.element_bytes, shape
+        stream, hidden = rows * c.width * e, rows * c.hidden * e
+        heads_q, heads_kv = rows * c.num_heads_q * c.head_dim * e, rows * c.num_heads_kv * c.head_dim * e
+        mlp = hidden if setup.mlp_chunk is None else min(setup.mlp_chunk, rows) * c.hidden * e
+        lse = attention.kept - 2 * heads_q - 2 * heads_kv
+        unnormed = heads_q + heads_kv if c.has_qk_norm else 0
+        # Both norms read and write the stream; the MLP has gate, up, silu(gate) and the product.
+        before_mlp = 4 * stream + attention.kept + unnormed
+        block = before_mlp + (4 * hidden if setup.mlp_chunk is None else 0)
+        is_kept = setup.activations == "kept"
+        self.saved = block if is_kept else stream + (heads_q + lse if setup.keeps_attention else 0)
+
+        # Beside what is saved: in a forward the temporaries of attention or of the MLP; in a backward the block once
+        # more if it is recomputed, with gradients of the MLP (product, silu, up) or of attention's inputs and output.
+        remade = 0 if is_kept else block - (self.saved if setup.keeps_attention else stream)
+        in_mlp = 4 * mlp if not is_kept or setup.mlp_chunk is not None else 0
+        self.forward = stream + max(attention.forward + (0 if is_kept else attention.kept), in_mlp)
+        of_mlp = 2 * mlp if setup.mlp_chunk is None else 6 * mlp + stream
+        freed = 2 * stream + (4 * hidden if setup.mlp_chunk is None else 0)
+        self.backward = remade + stream + max(of_mlp, stream + heads_q + attention.backward - freed)
+        chunk = rows if setup.logits_chunk is None else min(setup.logits_chunk, rows)
+        # The stream before the last norm, behind it, and its gradient.
+        self.loss = chunk * c.vocabulary * max(_LOSS_BYTES, 3 * e) + 3 * stream
+
+
+def longest(fits: Callable[[int], bool], step: int, most: int) -> int:
+    """The largest multiple of ``step`` up to ``most`` that ``fits``, 0 for none; what fits must fit below it, too."""
+    low, high = 0, 1
+    while high * step <= most and fits(high * step):
+        low, high = high, 2 * high
+    high = min(high, most // step + 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle * step) else (low, middle)
+    return low * step
+
+
+__all__ = ["ACTIVATIONS", "AttentionMemory", "MemoryUse", "ModelShape", "TrainingSetup", "longest", "step_memory"]
