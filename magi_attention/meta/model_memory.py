@@ -73,6 +73,11 @@ class ModelShape:
         return projections + 3 * self.width * self.hidden + norms
 
     @property
+    def pairs_per_token(self) -> float:
+        """Pairs of a query and a key that take as many operations as the matrices of a block do for one token."""
+        return 2 * self.block_parameters / (4 * self.num_heads_q * self.head_dim)
+
+    @property
     def root_parameters(self) -> int:
         """Those outside the blocks: embedding, head and the last norm."""
         return (1 if self.has_tied_embeddings else 2) * self.vocabulary * self.width + self.width
