@@ -189,6 +189,7 @@ class AttnRuntime:
         trace: Trace | None = None,
         needs_backward: bool | None = None,
         dropout: Dropout | None = None,
+        *,
         is_chunk: bool = False,
     ) -> AttnCall:
         """Checks the inputs and picks the backend; errors are told to the other ranks by the caller's guard.
@@ -236,7 +237,7 @@ class AttnRuntime:
             trace = self.registry.instruments.observe(self.plan, self.transport.rank, q)
         return AttnCall(self, prepared, trace, dropout)
 
-    def _call_by_head_chunks(self, tensors: tuple[torch.Tensor, ...], options: tuple[Any, ...]) -> AttnCall:
+    def _call_by_head_chunks(self, tensors: tuple[Any, ...], options: tuple[Any, ...]) -> AttnCall:
         self._check_inputs(*tensors)
         count, dropout = self.policy.head_chunks, options[-1]
         try:
