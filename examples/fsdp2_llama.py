@@ -42,6 +42,9 @@ from magi_attention.api import Mask, Plan, attend, make_plan, set_gradient_sum  
 CONFIGS = {
     "tiny": ModelConfig(width=64, num_layers=2, num_heads_q=4, num_heads_kv=2, head_dim=16, hidden=128),
     "1b": ModelConfig(width=2048, num_layers=16, num_heads_q=32, num_heads_kv=8, head_dim=64, hidden=8192),
+    # The sizes of Llama-3-8B, and those of Qwen3-8B but for the norms of its heads.
+    "llama3-8b": ModelConfig(4096, 32, 32, 8, 128, 14336, 128256, 5e5),
+    "qwen3-8b": ModelConfig(4096, 36, 32, 8, 128, 12288, 151936, 1e6),
 }
 
 
@@ -116,7 +119,7 @@ class Trainer:
     def __init__(self, args: argparse.Namespace, place: Place) -> None:
         self.args, self.place = args, place
         block = SdpaBlock if args.attention == "sdpa" else PlannedBlock
-        self.model = PackedLlama(CONFIGS[args.config], args.seed, block, args.recompute).to(place.device)
+        self.model = self.make_model(block).to(place.device)
         low = torch.bfloat16 if args.dtype == "bf16" else torch.float32
         policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32)
         everyone = place.mesh["dp", "cp"]._flatten("fsdp")
@@ -131,6 +134,13 @@ class Trainer:
         self.batches = packed_batches(args.data, args.seq_len, args.seed + 1000 * place.replica, args.max_document)
         self.done = 0
 
+    def make_model(self, block: type[Block]) -> PackedLlama:
+        return PackedLlama(CONFIGS[self.args.config], self.args.seed, block, self.args.recompute)
+
+    def loss_sum(self, tokens: Tensor, positions: Tensor, labels: Tensor, plan: Plan) -> Tensor:
+        logits = self.model(tokens, positions, plan, self.place.cp_group)
+        return F.cross_entropy(logits.float(), labels, reduction="sum")
+
     def loss(self, batch: Batch) -> Tensor:
         """This rank's share of the mean over all labels of all groups."""
         place, shape = self.place, CONFIGS[self.args.config]
@@ -141,10 +151,9 @@ class Trainer:
         tokens = plan.shard(batch.tokens.to(place.device), group=place.cp_group)
         labels = plan.labels(tokens, group=place.cp_group)
         positions = plan.positions(place.cp_group, place.device, per_document=True)
-        logits = self.model(tokens, positions, plan, place.cp_group)
         count = (labels != -100).sum()
         dist.all_reduce(count)
-        return F.cross_entropy(logits.float(), labels, reduction="sum") / count
+        return self.loss_sum(tokens, positions, labels, plan) / count
 
     def step(self) -> Tensor:
         """The loss of the whole step."""
@@ -175,9 +184,9 @@ class Trainer:
             next(self.batches)
 
 
-def train(args: argparse.Namespace, place: Place) -> dict:
+def train(args: argparse.Namespace, trainer: Trainer) -> dict:
     """What is written as curve.json."""
-    trainer, out, losses, seconds = Trainer(args, place), Path(args.out), [], []
+    place, out, losses, seconds = trainer.place, Path(args.out), [], []
     if args.resume:
         trainer.resume(Path(args.resume))
     while trainer.done < args.steps:
@@ -219,13 +228,13 @@ def plot(files: list[str], out: Path) -> None:
     figure.savefig(out / "loss_curves.png", dpi=120)
 
 
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def make_parser(description: str | None) -> argparse.ArgumentParser:
+    """Options of training, which examples/long_context.py has, too."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--out", required=True, help="folder for curve.json and checkpoints")
     add("--config", choices=CONFIGS, default="tiny")
     add("--cp", type=int, help="ranks that share a sequence; all of them without it")
-    add("--attention", choices=("magi", "sdpa"), default="magi")
     add("--device", choices=("cpu", "cuda"), help="GPUs if there are any; the CPU for --config tiny alone")
     add("--dtype", choices=("bf16", "fp32"), default="bf16", help="of parameters in forward and backward")
     add("--data", help="text file or folder; the standard library's sources without it")
@@ -235,9 +244,16 @@ def arguments() -> argparse.Namespace:
     add("--learning-rate", type=float, default=3e-4)
     add("--seed", type=int, default=0)
     add("--compile", action="store_true", help="compile each block")
-    add("--recompute", action="store_true", help="compute activations again in the backward")
     add("--save-every", type=int, default=0, help="steps between checkpoints; none without it")
     add("--resume", help="folder of a checkpoint")
+    return parser
+
+
+def arguments() -> argparse.Namespace:
+    parser = make_parser(__doc__)
+    add = parser.add_argument
+    add("--attention", choices=("magi", "sdpa"), default="magi")
+    add("--recompute", action="store_true", help="compute activations again in the backward")
     add("--plot", nargs="+", metavar="CURVE", help="only draw these curves")
     args = parser.parse_args()
     if not args.plot:
@@ -251,18 +267,16 @@ def choose_device(args: argparse.Namespace) -> str:
     if args.device == "cuda" and not has_gpu:
         raise SystemExit("--device cuda, but torch sees no GPU; `magi doctor` says why. --device cpu takes none.")
     if args.device is None and args.config != "tiny" and not has_gpu:
+        size = "some 15" if args.config == "1b" else "more than 130"
         raise SystemExit(
-            f"There is no GPU, and --config {args.config} takes some 15 GB of memory on the CPU and minutes a step. "
+            f"There is no GPU, and --config {args.config} takes {size} GB of memory on the CPU and minutes a step. "
             "Give --config tiny, or --device cpu if you mean it."
         )
     return args.device or ("cuda" if has_gpu else "cpu")
 
 
-def main() -> None:
-    args = arguments()
-    if args.plot:
-        plot(args.plot, Path(args.out))
-        return
+def run(args: argparse.Namespace, trainer_of: type[Trainer]) -> None:
+    """Trains in a process group of its own, and writes curve.json."""
     if args.device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     os.environ.setdefault("RANK", "0")  # without torchrun, one process
@@ -273,7 +287,7 @@ def main() -> None:
         args.cp = dist.get_world_size() if args.cp is None else args.cp
         if args.attention == "sdpa" and args.cp != 1:
             raise SystemExit("--attention sdpa does not share a sequence; give --cp 1.")
-        result = train(args, Place.make(args.device, args.cp))
+        result = train(args, trainer_of(args, Place.make(args.device, args.cp)))
         if dist.get_rank() == 0:
             Path(args.out).mkdir(parents=True, exist_ok=True)
             (Path(args.out) / "curve.json").write_text(json.dumps(result, indent=1) + "\n")
@@ -282,6 +296,14 @@ def main() -> None:
     finally:
         with suppress(ValueError):
             dist.destroy_process_group()
+
+
+def main() -> None:
+    args = arguments()
+    if args.plot:
+        plot(args.plot, Path(args.out))
+    else:
+        run(args, Trainer)
 
 
 if __name__ == "__main__":

@@ -67,11 +67,14 @@ class Block(nn.Module):
         self.gate_up = nn.Linear(c.width, 2 * c.hidden, bias=False)
         self.down = nn.Linear(c.hidden, c.width, bias=False)
 
-    def forward(self, x_TC: Tensor, cos: Tensor, sin: Tensor, attention: Attention) -> Tensor:
+    def attend(self, x_TC: Tensor, cos: Tensor, sin: Tensor, attention: Attention) -> Tensor:
         qkv = self.qkv(self.attention_norm(x_TC)).unflatten(-1, (-1, self.head_dim))
         q_THD, k_THD, v_THD = qkv.split(self.heads, dim=1)
         out_THD = attention(rotate(q_THD, cos, sin), rotate(k_THD, cos, sin), v_THD)
-        x_TC = x_TC + self.out(out_THD.flatten(1))
+        return x_TC + self.out(out_THD.flatten(1))
+
+    def forward(self, x_TC: Tensor, cos: Tensor, sin: Tensor, attention: Attention) -> Tensor:
+        x_TC = self.attend(x_TC, cos, sin, attention)
         gate, up = self.gate_up(self.mlp_norm(x_TC)).chunk(2, dim=-1)
         return x_TC + self.down(F.silu(gate) * up)
 
