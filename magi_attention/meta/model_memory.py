@@ -198,6 +198,8 @@ def step_memory(
     first = -(-(shape.block_parameters + shape.vocabulary * shape.width) // shards) * setup.parameter_bytes
     at_first = saved + (grown if setup.accumulates_gradients else min(first, grown))
     at_last = grown + (saved if setup.activations == "offloaded" else sizes.saved)
+    if gathered:  # there is no next block any more to be gathered; two blocks earlier there is, and fewer gradients
+        at_last -= min(setup.element_bytes * shards, setup.parameter_bytes) * 2 * shape.block_parameters // shards
     before = grown if setup.accumulates_gradients else 0
     moments = {
         "forward": before + saved + sizes.forward,
@@ -213,8 +215,8 @@ def _gathered(shape: ModelShape, setup: TrainingSetup, shards: int) -> tuple[int
         return 0, 0  # nothing is sharded or cast
     blocks = min(_GATHERED_BLOCKS, shape.num_layers) * shape.block_parameters
     gathered = (blocks + shape.root_parameters) * setup.element_bytes
-    # Gradients of a block in the dtype of the backward, the copy that is reduced, and that of the block before.
-    reduced = shape.block_parameters * (setup.element_bytes + 2 * setup.parameter_bytes)
+    # Gradients of a block in the dtype of the backward, and the copy that is reduced.
+    reduced = shape.block_parameters * (setup.element_bytes + setup.parameter_bytes)
     return gathered, reduced + shape.root_parameters * setup.element_bytes
 
 

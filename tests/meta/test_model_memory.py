@@ -11,11 +11,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from magi_attention.api import Mask, ModelShape, TrainingSetup, longest_context, make_plan
 from magi_attention.errors import ContractError, UnsupportedError
 from magi_attention.meta.model_memory import longest
+from magi_attention.testing.spawn import run_processes
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "functional"))
 from live_bytes import LiveBytes  # noqa: E402
@@ -111,6 +115,38 @@ def test_predicted_bytes_of_a_step_are_within_a_tenth(shape, changes):
     found, predicted = measured(shape, setup, TOKENS), plan.memory(shape, setup).peak_bytes
     print(found, round(predicted / found, 3), shape, changes)
     assert abs(predicted - found) <= 0.1 * found
+
+
+def measured_with_fsdp(rank: int, world: int, cases: list[tuple[int, int, int]]) -> list[tuple[int, int]]:
+    """(measured by torch's tracker, predicted) of the backward in bf16; states of the optimizer are there."""
+    found = []
+    for layers, vocabulary, tokens in cases:
+        shape = ModelShape(256, layers, 4, 2, 64, 1024, vocabulary)
+        setup = TrainingSetup(activations="checkpointed", logits_chunk=32)
+        model, ids = Decoder(shape, setup), torch.randint(0, vocabulary, (tokens,))
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        for part in (*model.layers, model):
+            fully_shard(part, mesh=init_device_mesh("cpu", (world,)), mp_policy=policy)
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+        model(ids, ids).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        tracker = MemTracker()
+        tracker.track_external(model, optimizer)
+        with tracker:
+            model(ids, ids).backward()
+        (peak,) = tracker.get_tracker_snapshot("peak").values()
+        plan = make_plan(Mask.causal(tokens * world), world)
+        found.append((peak["Total"], plan.memory(shape, setup).peak_bytes))
+    return found
+
+
+def test_predicted_bytes_under_fsdp2_are_within_a_tenth():
+    """Where parameters are the most, where embedding and head are, and where activations are."""
+    cases = [(6, 200, 32), (6, 4000, 32), (6, 4000, 4096), (12, 200, 2048)]
+    for found in run_processes(2, measured_with_fsdp, cases):
+        for case, (bytes_found, predicted) in zip(cases, found):
+            assert abs(predicted - bytes_found) <= 0.1 * bytes_found, (case, bytes_found, predicted)
 
 
 def test_gradients_that_accumulate_are_there_from_the_beginning():
