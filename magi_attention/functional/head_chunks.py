@@ -34,6 +34,7 @@ def forward_by_head_chunks(
             lse = got.lse.new_empty(*q.shape[:2])
         lse[:, i * got.lse.shape[1] : (i + 1) * got.lse.shape[1]] = got.lse
         logits.append(got.max_logits)
+        del got  # or it would live while the next chunk is computed
     assert lse is not None
     return Forward(out, lse, None if logits[0] is None else torch.cat(logits))  # type: ignore[arg-type]
 
@@ -55,7 +56,7 @@ def backward_by_head_chunks(
         for whole, part in zip(into, found):
             whole.copy_(part)
         dsinks.append(dsink)
-        del found
+        del operands, found
     return (*grads, None if sink is None else torch.cat(dsinks, dim=1))  # type: ignore[arg-type]
 
 
