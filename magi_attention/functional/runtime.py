@@ -23,7 +23,7 @@ from magi_attention.common.intervals import Packing
 from magi_attention.common.plan_cache import Kind, PlanCache
 from magi_attention.common.scalars import as_float
 from magi_attention.env import comm
-from magi_attention.errors import ContractError, UnsupportedError
+from magi_attention.errors import UnsupportedError
 from magi_attention.functional.ahead import AHEAD, NOT_AHEAD, Ahead
 from magi_attention.functional.first_use import BACKWARD, FORWARD, ensure_call, settings_in_words, use_of_call
 from magi_attention.functional.head_groups import check_head_chunks, head_chunks_of, rows_by_group

@@ -9,8 +9,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from magi_attention.cli.budget import RANKS_OF_A_HOST
 from magi_attention.cli.common import UsageError, show_table, token_count
+from magi_attention.cli.plans.budget import RANKS_OF_A_HOST
 
 DEFAULT_GIGABYTES = 80.0
 ACTIVATIONS = ("kept", "checkpointed", "offloaded")
