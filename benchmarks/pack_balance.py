@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How evenly data-parallel groups work on packed documents of a long-tailed distribution, by several samplers.
 
-    python benchmarks/pack_balance.py --ranks 16
+    python benchmarks/planner.py packs --ranks 16
 
 No GPU is used: work is counted in allowed pairs, and in what the tokens of an 8B model take besides.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import random
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -55,13 +56,13 @@ def row(name: str, sampler: BalancedPackSampler, steps: list[Step]) -> list[str]
     return [name, *(f"{x:.3f}" for x in numbers), f"{busy:.1%}", f"{fill:.1%}", f"{alone / tokens:.1%}"]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="planner.py packs", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--ranks", type=int, default=16)
     parser.add_argument("--tokens-per-rank", type=int, default=32768)
     parser.add_argument("--documents", type=int, default=20000)
     parser.add_argument("--seed", type=int, default=1)
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     lengths, rows = draw_lengths(args.documents, args.seed), []
     for name, sizes, steps_dealt in (
         ("in order, cp 4", (4,), 0), ("balanced, cp 4", (4,), 16), ("balanced, cp 1, 2, 4", (1, 2, 4), 16),
@@ -74,7 +75,4 @@ def main() -> None:
         rows.append(row(name, sampler, list(sampler.steps()) if steps_dealt else in_order(sampler, args.seed)))
     head = ["packs", "max/mean of a step", "95%", "worst", "ranks busy", "room used", "tokens on one rank"]
     show_table(f"{args.documents:,} documents, {sum(lengths):,} tokens, {args.ranks} ranks", [head, *rows])
-
-
-if __name__ == "__main__":
-    main()
+    return 0

@@ -36,6 +36,7 @@ from magi_attention.benchmarking.timing import middle_and_quantiles  # noqa: E40
 PARTS = {
     "dispatch": ("dispatch", "balance and rows fetched by dispatch, and how planning grows"),
     "nodes": ("across_nodes", "what it saves that the dispatch knows which ranks share a node"),
+    "packs": ("pack_balance", "how evenly data-parallel groups work on packed documents"),
     "new-mask": ("new_mask", "the parts inside of a plan, and the tile plans of kernels"),
 }
 HEADS, HEAD_DIM = (64, 8), 128

@@ -15,8 +15,9 @@ from pathlib import Path
 # What a wheel with device code is made of. A test holds the list to what the builds import.
 INPUTS = (
     *("csrc/", "wheels/", "ci/matrix.json", "magi_attention/native/compile/", "magi_attention/version.py"),
-    *(f"magi_attention/native/{name}.py" for name in ("abi", "build", "families", "info", "install", "intact")),
-    *("magi_attention/native/toolchain.py", "magi_attention/native/wheels.py", "magi_attention/env/build.py"),
+    *(f"magi_attention/native/{name}.py" for name in ("abi", "build", "c_struct", "families", "info", "install")),
+    *(f"magi_attention/native/{name}.py" for name in ("intact", "toolchain", "wheels")),
+    "magi_attention/env/build.py",
 )
 
 
