@@ -180,7 +180,7 @@ class BalancedPackSampler(Sampler[Pack]):
             if packs is not None:
                 return packs, []
             rounds += 1
-        # Too few for so many packs: whole rounds of the heaviest, one in each pack, and what fits behind them.
+        # Too few for so many packs: whole rounds of the heaviest, one in each pack; the others wait.
         rounds = len(documents) // groups
         packs = [[i] for i in heaviest_first[: rounds * groups]]
         return packs, heaviest_first[rounds * groups :]
