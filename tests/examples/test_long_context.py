@@ -29,6 +29,7 @@ def run(script: str, out: Path, ranks: int, *options: str) -> tuple[list[float],
     return json.loads((out / "curve.json").read_text())["losses"], done.stdout
 
 
+@pytest.mark.nightly
 def test_losses_are_those_of_the_plain_program(tmp_path):
     plain, _ = run("fsdp2_llama.py", tmp_path / "plain", 1)
     assert len(plain) == 4 and plain[0] > plain[2]

@@ -141,6 +141,7 @@ def measured_with_fsdp(rank: int, world: int, cases: list[tuple[int, int, int]])
     return found
 
 
+@pytest.mark.nightly
 def test_predicted_bytes_under_fsdp2_are_within_a_tenth():
     """Where parameters are the most, where embedding and head are, and where activations are."""
     cases = [(6, 200, 32), (6, 4000, 32), (6, 4000, 4096), (12, 200, 2048)]
