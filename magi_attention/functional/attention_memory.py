@@ -24,7 +24,7 @@ class HeadShape:
 
     @property
     def sum_bytes(self) -> int:
-        """Of a number in the accumulation dtype."""
+        """Bytes of a number in the accumulation dtype."""
         return max(4, self.element_bytes)
 
     @property
