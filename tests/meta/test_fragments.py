@@ -27,7 +27,7 @@ from magi_attention.testing.random_plans import random_documents, random_plan
 
 
 def document_of(plan) -> list[int]:
-    """Of each token; every pad row is none."""
+    """The document of each token; -1 for pad rows."""
     cu = plan.cu_seqlens
     return [sum(token >= end for end in cu[1:]) for token in range(plan.total_tokens)] + [-1] * plan.pad_size
 

@@ -79,7 +79,7 @@ def test_slices_that_the_device_leaves_out_are_left_out():
 
 
 def check_gradients(seed: int) -> None:
-    """Of the public function with a mask that no other test has, as schedules are kept with equal ones."""
+    """The mask is one that no other test has, as schedules are kept with equal masks."""
     print(f"seed {seed}")
     slices = SliceTable(masks.random_slices(np.random.default_rng(7000 + seed), 48, 48, max_slices=6))
     q, k, v = (x.requires_grad_() for x in inputs(48, 48, seed=seed))

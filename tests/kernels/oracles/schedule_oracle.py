@@ -25,7 +25,7 @@ def plan_of(slices, total_q: int, total_k: int) -> TilePlan:
 
 
 def random_documents(rng: np.random.Generator, total: int, causal: bool = False) -> Mask:
-    """Of one length, or up to twelve of any."""
+    """Documents of one length, or up to twelve of any length."""
     edges = rng.integers(0, total + 1, int(rng.integers(1, 12)))
     if rng.random() < 0.3:
         edges = np.arange(0, total, int(rng.choice((64, 500, 512, 1280, 2048))))

@@ -21,7 +21,7 @@ def planner():
 
 
 def splits_of(blocks: np.ndarray, head_units: int, sms: int) -> ForwardSplits | None:
-    """Of a plan whose tiles see so many blocks of 128 keys."""
+    """The splits of a plan whose tiles see so many blocks of 128 keys."""
     rows = [[128 * i, 128 * i + 128, 0, 128 * count, 0] for i, count in enumerate(blocks.tolist())]
     plan = TilePlan.build(SliceTable(rows), 128 * len(blocks), 128 * int(blocks.max(initial=1)), 128, 2)
     return forward_splits(plan, head_units, sms)

@@ -81,7 +81,7 @@ def check_choice(launcher, mask: Mask, found: BwdSchedule, heads, dim: int, opti
 
 
 def test_there_is_a_kernel_for_what_is_chosen(launcher):
-    """Of random masks and shapes; and each way is chosen somewhere."""
+    """Masks and shapes are random, and each way is chosen somewhere."""
     met, draws = set(), np.random.default_rng(11)
     for _ in range(400):
         seed = int(draws.integers(1 << 30))

@@ -181,7 +181,7 @@ CHOICES = {  # schedule, whether the kernels take a list, options, and whether t
 
 @pytest.mark.parametrize("name", CHOICES)
 def test_the_kernel_gets_what_was_chosen(name, monkeypatch):
-    """Of four SMs. Range tensors have nothing that the host makes for each mask."""
+    """The device has four SMs. Range tensors have nothing that the host makes for each mask."""
     schedule, takes_list, options, has_work_tiles = CHOICES[name]
     monkeypatch.setattr(ffa_backward, "select_schedule", lambda *_: schedule)
     ffa, simulator = backend()
