@@ -268,7 +268,7 @@ MAGI_EXPORT magi_status magi_ffa_fwd(const magi_ffa_fwd_params* params);
  * is summed in float32 in the workspace, in the order of `dq_mode`.
  */
 typedef enum {
-  MAGI_DQ_ATOMIC = 0, /* the sum is cleared first */
+  MAGI_DQ_ATOMIC = 0, /* the sum is cleared first; not with softcap or dropout */
   MAGI_DQ_DETERMINISTIC =
       1, /* an order that plan and sm_margin fix, so dq is the same bits on every run */
   MAGI_DQ_FIRST_WRITER = 2, /* the first writer of a block stores, so nothing is cleared */

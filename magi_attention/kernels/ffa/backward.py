@@ -223,19 +223,16 @@ class BackwardCalls:
         library = kernels.libraries.get("bwd", q.dtype, dim, dim_v)
         out = _read_out(x)
         out = x.dout if out is None else out  # without one its strides are not looked at
-        order = (
-            abi.DQ_DETERMINISTIC
-            if options.deterministic
-            else abi.DQ_FIRST_WRITER
-            if schedule.first_writer
-            else abi.DQ_ATOMIC
-        )
+        # With softcap or dropout only portable kernels add dq by atomics alone.
+        is_first_writer = schedule.first_writer or not (options.is_plain or kernels.is_portable)
+        counted = abi.DQ_DETERMINISTIC if options.deterministic else abi.DQ_FIRST_WRITER
+        dq_mode = counted if options.deterministic or is_first_writer else abi.DQ_ATOMIC
         stores_direct = schedule.direct_dq_store and grad_dtype != torch.float32 and not is_accumulating
         prefix, needs = library.backward_prefix(
             dtype=DTYPES[q.dtype], grad_dtype=abi.FP32 if grad_dtype == torch.float32 else DTYPES[grad_dtype],
             total_q=tq, total_k=tk, heads_q=heads, heads_kv=heads_kv, head_dim=dim, head_dim_v=dim_v,
             accumulate=int(is_accumulating), sm_margin=options.sm_margin, softmax_scale=options.softmax_scale,
-            softcap=options.softcap, dq_mode=order, block_m=schedule.block_m,
+            softcap=options.softcap, dq_mode=dq_mode, block_m=schedule.block_m,
             num_head_splits=schedule.num_head_splits, split_begin=schedule.split.begin, split_end=schedule.split.end,
             splits_per_split_tile=schedule.split.parts, direct_dq_store=int(stores_direct),
             has_dropout=int(options.dropout_p > 0),

@@ -14,12 +14,13 @@ from hopper_library import HopperOnCpu, hopper_library, hopper_on_cpu, random_dr
 from schedule_oracle import plan_of
 
 from magi_attention.common.slices import to_dense
+from magi_attention.errors import ContractError
 from magi_attention.kernels import SdpaBackend
 from magi_attention.kernels.ffa import backward as ffa_backward
 from magi_attention.kernels.ffa import plans as ffa_plans
 from magi_attention.kernels.ffa.schedule import select_schedule
 from magi_attention.kernels.reference.operands import delta_with_dlse
-from magi_attention.kernels.types import BackwardOperands, Grads, Operands
+from magi_attention.kernels.types import AttnOptions, BackwardOperands, Grads, Operands
 from magi_attention.native.planner.schedule import BwdSchedule
 from magi_attention.testing import masks
 from magi_attention.testing.libraries import planner_or_skip
@@ -220,6 +221,14 @@ def test_softcap_and_sinks(hopper, seed):
     hopper.use(1, seed)
     heads = HEADS[0][0]
     check(hopper, random_inputs(seed, 200, softcap=8.0, sink_shape=(2, heads)), seed, seed == 1)
+
+
+def test_softcap_without_semaphores_is_refused(hopper, monkeypatch):
+    monkeypatch.setattr(AttnOptions, "is_plain", True)  # so that atomics are asked for
+    monkeypatch.setattr(ffa_backward, "select_schedule", lambda *_: BwdSchedule(64, 0))
+    hopper.use(1, 0)
+    with pytest.raises(ContractError, match=r"With softcap or dropout dq_mode must be 2 .* or 1 .*; it is 0"):
+        check(hopper, random_inputs(0, 100, softcap=8.0), 0)
 
 
 @pytest.mark.parametrize("queries", (64, 80))

@@ -107,17 +107,19 @@ magi_status combine_split_work_tiles(const magi_ffa_bwd_params& a, const BwdKern
 template <typename C>
 magi_status start_variant(const magi_ffa_bwd_params& a, BwdKernelParams& k, int sms) {
   using T = typename C::T;
-  if constexpr (!C::kIsWide && !C::kIsTight) {
-    const bool is_general = bwd_is_general(a);
-    if (a.dq_mode && is_general) return start_bwd<typename C::template With<true, true>>(a, k, sms);
-    if (is_general) return start_bwd<typename C::template With<true, false>>(a, k, sms);
+  if constexpr (!C::kIsWide && !C::kIsTight)
+    if (bwd_is_general(a)) return start_bwd<typename C::template With<true, true>>(a, k, sms);
+  if constexpr (C::kIsForGeneral) {
+    return fail(MAGI_UNSUPPORTED, "These kernels are for calls with softcap or dropout.");
+  } else {
+    if constexpr (C::kBlockM != kBlockM128)
+      if (a.dq_mode) return start_bwd<typename C::template With<false, true>>(a, k, sms);
+    MAGI_RETURN(start_bwd<C>(a, k, sms));
+    if constexpr (C::kSplit)
+      if (k.num_partials > 0 && k.work_list == nullptr)
+        return combine_split_work_tiles<T>(a, k, sms);
+    return MAGI_OK;
   }
-  if constexpr (C::kBlockM != kBlockM128)
-    if (a.dq_mode) return start_bwd<typename C::template With<false, true>>(a, k, sms);
-  MAGI_RETURN(start_bwd<C>(a, k, sms));
-  if constexpr (C::kSplit)
-    if (k.num_partials > 0 && k.work_list == nullptr) return combine_split_work_tiles<T>(a, k, sms);
-  return MAGI_OK;
 }
 
 template <typename C>

@@ -68,6 +68,11 @@ magi_status check_arguments(const magi_ffa_bwd_params& a, bool is_remote, int sm
         "multiple of 16.");
   if (a.total_q == 0 || a.total_k == 0)
     return fail(MAGI_INVALID_ARGUMENT, "There are no queries or no keys.");
+  if (bwd_is_general(a) && a.dq_mode == MAGI_DQ_ATOMIC)
+    return fail(MAGI_INVALID_ARGUMENT,
+                "With softcap or dropout dq_mode must be %d (the first writer stores) or %d "
+                "(deterministic); it is %d.",
+                MAGI_DQ_FIRST_WRITER, MAGI_DQ_DETERMINISTIC, a.dq_mode);
   MAGI_RETURN(check_deterministic_split<C>(a, is_remote, sms));
   MAGI_RETURN(check_direct_dq_store(a, is_remote));
   return check_work_list<C>(a, is_remote, sms);
