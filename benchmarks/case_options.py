@@ -35,14 +35,19 @@ def list_of(convert, allowed: Sequence[str] | None = None):
 
 
 def add_case_options(
-    parser: argparse.ArgumentParser, masks: Sequence[str], seqlens: str, samples: int, has_more_masks: bool = False
-) -> None:
-    """With these defaults. ``has_more_masks``: the program knows others and looks at names itself."""
+    parser: argparse.ArgumentParser, masks: Sequence[str], seqlens: str, samples: int, has_more_masks: bool = False,
+    has_more_heads: bool = False,
+) -> None:  # fmt: skip
+    """With these defaults. ``has_more_masks``: the program knows others and looks at names itself.
+    ``has_more_heads``: it takes several pairs of heads, see ``pairs_of_heads``."""
     add = parser.add_argument
     names = None if has_more_masks else ALL_NAMES
     add("--masks", type=list_of(str, names), default=list(masks), metavar="A,B", help=", ".join(ALL_NAMES))
     add("--seqlens", type=list_of(parse_size), default=seqlens, metavar="4K,32K", help=seqlens)
-    add("--heads", type=int, nargs=2, default=(64, 8), metavar=("Q", "KV"), help="query and kv heads (64 8)")
+    if has_more_heads:
+        add("--heads", type=int, nargs="+", default=(64, 8), metavar="Q KV", help="pairs of query and kv heads (64 8)")
+    else:
+        add("--heads", type=int, nargs=2, default=(64, 8), metavar=("Q", "KV"), help="query and kv heads (64 8)")
     add("--head-dim", type=int, default=128, help="head dim of q, k and v (128)")
     add("--head-dim-v", type=int, metavar="128", help="head dim of v, where it is another one")
     add("--dtype", choices=tuple(DTYPES), default="bf16")
@@ -50,6 +55,14 @@ def add_case_options(
     add("--documents", type=parse_size, metavar="4K", help="varlen masks: documents of so many tokens, none drawn")
     add("--window", type=parse_size, metavar="512", help=f"keys that a query sees in its window ({WINDOW})")
     add("--repeats", type=int, default=20, help="timed runs of each, of which the median counts (20)")
+
+
+def pairs_of_heads(options: argparse.Namespace) -> list[tuple[int, int]]:
+    """Query and kv heads of --heads, where a program takes several; ValueError says what is wrong."""
+    pairs = list(zip(options.heads[::2], options.heads[1::2]))
+    if len(options.heads) % 2 or any(kv < 1 or q < 1 or q % kv for q, kv in pairs):
+        raise ValueError("--heads takes pairs, query heads and then kv heads that divide them, such as 64 8 32 32.")
+    return pairs
 
 
 def head_dims_of(options: argparse.Namespace) -> tuple[int, int]:

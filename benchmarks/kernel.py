@@ -23,13 +23,14 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import product
 from pathlib import Path
 from statistics import fmean
 
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
 
 import torch  # noqa: E402
-from case_options import DTYPES, add_case_options, cases_of, head_dims_of, list_of  # noqa: E402
+from case_options import DTYPES, add_case_options, cases_of, head_dims_of, list_of, pairs_of_heads  # noqa: E402
 from masks import NAMES, Case  # noqa: E402
 from parts import run_part, told  # noqa: E402
 from peers import PEERS, Unfit, available, missing  # noqa: E402
@@ -73,6 +74,12 @@ class Result:
     host_us: float | None = None
     reason: str | None = None
     samples: list[float] = field(default_factory=list)
+    heads: list[int] = field(default_factory=list)  # of q, and of k and v
+
+    @property
+    def cell(self) -> tuple[str, int, tuple[int, ...]]:
+        """What all implementations of a row of the table have in common."""
+        return self.mask, self.seqlen, tuple(self.heads)
 
 
 def flops_per_pair(direction: str, head_dim: int, head_dim_v: int) -> int:
@@ -86,7 +93,7 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     directions = "what to time; both: forward and backward of one training step together (forward)"
     add("--direction", choices=tuple(FLOPS_PER_PAIR), default="forward", help=directions)
-    add_case_options(parser, NAMES, "1K,2K,4K,8K,16K,32K,64K", samples=4)
+    add_case_options(parser, NAMES, "1K,2K,4K,8K,16K,32K,64K", samples=4, has_more_heads=True)
     add("--only", type=list_of(str), metavar="magi,fa3", help="only these implementations")
     add("--no-peers", action="store_true", help="only ours")
     add("--graph", action="store_true", help="time CUDA graph replays")
@@ -151,15 +158,15 @@ def graphs_of(calls: dict, results: dict[str, Result]) -> dict:
     return graphs
 
 
-def run_sample(case: Case, options: argparse.Namespace, makers: dict, results: dict[str, Result]) -> dict:
+def run_sample(
+    case: Case, heads: tuple[int, int], options: argparse.Namespace, makers: dict, results: dict[str, Result]
+) -> dict:
     """Spread of the times of each implementation on one case. Its tensors live as long as this function runs."""
     dtype = DTYPES[options.dtype]
     is_forward = options.direction == "forward"
     device = "cuda" if torch.cuda.is_available() else "cpu"
     head_dim, head_dim_v = head_dims_of(options)
-    tensors = make_inputs(
-        case, options.heads, head_dim, dtype, device, has_dout=not is_forward, head_dim_v=head_dim_v
-    )
+    tensors = make_inputs(case, heads, head_dim, dtype, device, has_dout=not is_forward, head_dim_v=head_dim_v)
     calls = prepare(case, tensors, {n: m for n, m in makers.items() if not results[n].reason}, results)
     for name in OURS & calls.keys():
         results[name].workspace_bytes = getattr(calls[name], "workspace_bytes", None)
@@ -176,14 +183,16 @@ def run_sample(case: Case, options: argparse.Namespace, makers: dict, results: d
     return {n: summary(t) for n, t in times.items()}
 
 
-def run_mask(name: str, seqlen: int, options: argparse.Namespace, makers: dict) -> list[Result]:
-    """All implementations on one mask and length."""
-    results = {n: Result(name, seqlen, n, direction=options.direction) for n in makers}
+def run_mask(
+    name: str, seqlen: int, heads: tuple[int, int], options: argparse.Namespace, makers: dict
+) -> list[Result]:
+    """All implementations on one mask and length, with ``heads`` of q and of k and v."""
+    results = {n: Result(name, seqlen, n, direction=options.direction, heads=[*heads]) for n in makers}
     spread: dict[str, list[dict[str, float]]] = {n: [] for n in makers}
     for case in cases_of(options, name, seqlen):
-        operations = flops_per_pair(options.direction, *head_dims_of(options)) * case.mask.area * options.heads[0]
+        operations = flops_per_pair(options.direction, *head_dims_of(options)) * case.mask.area * heads[0]
         try:
-            found = run_sample(case, options, makers, results)
+            found = run_sample(case, heads, options, makers, results)
         except torch.OutOfMemoryError as failure:  # of the inputs or the reference
             found = {}
             for result in results.values():
@@ -212,13 +221,13 @@ def by_draws(results: Sequence[Result], names: Sequence[str]) -> list[str]:
     The mean of the ratios counts every draw alike, the ratio of the means those more that are fast.
     """
     lines = []
-    for mask, seqlen in dict.fromkeys((r.mask, r.seqlen) for r in results):
-        of = {r.name: r.samples for r in results if (r.mask, r.seqlen) == (mask, seqlen) and r.tflops}
+    for cell in dict.fromkeys(r.cell for r in results):
+        of = {r.name: r.samples for r in results if r.cell == cell and r.tflops}
         mine = of.get("magi", [])
         pairs = {n: [a / b for a, b in zip(mine, of[n])] for n in names if n in of and n != "magi"}
         found = [f"/ {name} {fmean(p):.2f} ({min(p):.2f} to {max(p):.2f})" for name, p in pairs.items() if len(p) > 1]
         if found:
-            lines.append(f"{mask} {size_of(seqlen)}, {len(mine)} draws, mean of ratios: {', '.join(found)}")
+            lines.append(f"{cell[0]} {size_of(cell[1])}, {len(mine)} draws, mean of ratios: {', '.join(found)}")
     return lines
 
 
@@ -227,11 +236,12 @@ def table(results: Sequence[Result], names: Sequence[str]) -> str:
     ``by_draws`` and why there is no figure where there is none."""
     peers = [n for n in names if n != "magi"]
     has_workspace = any(r.workspace_bytes is not None for r in results)
-    header = ["mask", "seqlen", *names, "us", *(f"/ {p}" for p in peers), "host us"]
+    has_heads = len({r.cell[2] for r in results}) > 1
+    header = ["mask", "seqlen", *(["heads"] if has_heads else []), *names, "us", *(f"/ {p}" for p in peers), "host us"]
     header += ["workspace bytes"] if has_workspace else []
     rows = [header]
-    for mask, seqlen in dict.fromkeys((r.mask, r.seqlen) for r in results):
-        of = {r.name: r for r in results if (r.mask, r.seqlen) == (mask, seqlen)}
+    for cell in dict.fromkeys(r.cell for r in results):
+        of, (mask, seqlen, heads) = {r.name: r for r in results if r.cell == cell}, cell
         mine = of.get("magi")
         rates = [of[n].tflops if n in of else 0.0 for n in names]
         cells = [f"{rate:.0f}" if rate >= 10 else f"{rate:.2g}" if rate else "-" for rate in rates]
@@ -243,7 +253,8 @@ def table(results: Sequence[Result], names: Sequence[str]) -> str:
         host = f"{mine.host_us:.1f}" if mine and mine.host_us else "-"
         used = next((r.workspace_bytes for r in of.values() if r.workspace_bytes is not None), None)
         workspace = "-" if used is None else f"{used:,}"
-        rows.append([mask, size_of(seqlen), *cells, us, *ratios, host, *([workspace] if has_workspace else [])])
+        shape = [mask, size_of(seqlen), *(["/".join(map(str, heads))] if has_heads else [])]
+        rows.append([*shape, *cells, us, *ratios, host, *([workspace] if has_workspace else [])])
     reasons = {f"{r.name} on {r.mask}, {r.seqlen} tokens: {r.reason}" for r in results if r.reason}
     title = ", ".join(TITLES[d] for d in dict.fromkeys(r.direction for r in results))
     text = table_text(f"Attention {title}, TFLOP/s", rows)
@@ -281,6 +292,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.show:
         print(show(options.show))
         return 0
+    try:
+        heads = pairs_of_heads(options)
+    except ValueError as wrong:
+        parser.error(str(wrong))
     if options.graph and options.direction == "backward" and options.only != ["magi_host"]:
         # Autograd runs a gradient on the stream of its forward, which is outside the capture.
         parser.error("--graph --direction backward captures --only magi_host; or time --direction both.")
@@ -298,9 +313,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 2
         makers = {n: makers[n] for n in makers if n in options.only}
     results: list[Result] = []
-    cases = [(mask, seqlen) for mask in options.masks for seqlen in options.seqlens]
-    for mask, seqlen in steps(cases, lambda case: f"{options.direction} {case[0]}, {size_of(case[1])} tokens"):
-        results += run_mask(mask, seqlen, options, makers)
+    cases = list(product(heads, options.masks, options.seqlens))
+    for pair, mask, seqlen in steps(cases, lambda case: f"{options.direction} {case[1]}, {size_of(case[2])} tokens"):
+        results += run_mask(mask, seqlen, pair, options, makers)
         print(table(results[-len(makers) :], list(makers)), flush=True)
         if options.out:  # after every case, so that a run that is cut off keeps what it has
             save(results, options, options.out)

@@ -53,7 +53,10 @@ class Cell:
         return f"{self.seqlen // 1024}K" if self.seqlen % 1024 == 0 else str(self.seqlen)
 
     def __str__(self) -> str:
-        return f"{self.direction} {self.mask} {self.size}" + (f" on {self.world} ranks" if self.world > 1 else "")
+        is_usual = self.heads == (64, 8) or self.mask == "rows"
+        heads = "" if is_usual else f", {self.heads[0]} on {self.heads[1]} heads"
+        ranks = f" on {self.world} ranks" if self.world > 1 else ""
+        return f"{self.direction} {self.mask} {self.size}{heads}{ranks}"
 
 
 # (cell, implementation, its row: "speed", and "reason" where there is none). "ms" and "noise" are in a row where the
@@ -72,7 +75,8 @@ def _attention(rows: list[dict], settings: list[dict], sizes: str, samples: str)
         found = [s for s in settings if row["mask"] in s["masks"] and row["seqlen"] in s[sizes]]
         if not found:
             raise Incomparable(f"There are no settings for {row['mask']}, {row['seqlen']} tokens; measure it anew.")
-        shape = {key: tuple(v) if isinstance(v := found[0][key], list) else v for key in _SHAPE}
+        given = found[0] | ({"heads": row["heads"]} if row.get("heads") else {})  # of several, those of the row
+        shape = {key: tuple(v) if isinstance(v := given[key], list) else v for key in _SHAPE}
         drawn = found[0][samples] if row["mask"].startswith("varlen") else 1
         world = found[0].get("world", 1)
         cell = Cell(row["direction"], row["mask"], row["seqlen"], samples=drawn, world=world, **shape)

@@ -201,7 +201,7 @@ def stub_run(monkeypatch, direction, makers):
     options = kernel.make_parser().parse_args(f"--direction {direction} --heads 4 2 --head-dim 16 --host".split())
     if direction != "forward":
         makers = peers_backward.gradient_makers(makers, direction == "both")
-    return options, kernel.run_mask("varlen_causal", 96, options, makers)
+    return options, kernel.run_mask("varlen_causal", 96, (4, 2), options, makers)
 
 
 @pytest.mark.parametrize("direction", ["backward", "both"])

@@ -15,6 +15,7 @@ import pytest
 import reference
 import result_file
 import torch
+from result_files import load
 
 from magi_attention.benchmarking import timing
 from magi_attention.kernels import AttnOptions, SdpaOnlineBackend
@@ -110,6 +111,21 @@ def test_without_a_gpu_it_says_so(capsys):
     with pytest.raises(SystemExit):
         kernel.main([*small, "--host"])
     assert "--graph and --host need a CUDA GPU" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="short lengths, for the CPU")
+def test_several_pairs_of_heads(tmp_path, capsys):
+    small = "--masks causal --seqlens 32 --head-dim 8 --dtype fp32 --repeats 2 --only magi,magi_attend".split()
+    assert kernel.main([*small, "--heads", "4", "1", "2", "2", "--out", str(tmp_path / "run")]) == 0
+    words = [line.split()[:3] for line in capsys.readouterr().out.splitlines()]
+    assert ["causal", "32", "4/1"] in words and ["causal", "32", "2/2"] in words
+    results = load(tmp_path / "run.json").results
+    found = {(cell.heads, name) for cell in results for name in results[cell]}
+    assert found == {(heads, name) for heads in ((4, 1), (2, 2)) for name in ("magi", "magi_attend")}
+    for wrong in (["4"], ["4", "3"], ["4", "0"]):
+        with pytest.raises(SystemExit):
+            kernel.main([*small, "--heads", *wrong])
+        assert "--heads takes pairs" in capsys.readouterr().err
 
 
 def test_table_json_and_plot(tmp_path):
