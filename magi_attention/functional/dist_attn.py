@@ -109,15 +109,25 @@ def run_forward(
     """The forward pass of one call, without autograd."""
     if call.chunks:
         return forward_by_head_chunks(run_forward, call, q, k, v, sink)
-    runtime = call.runtime
+    runtime, prepared = call.runtime, call.prepared
     with runtime.transport.guard("attention forward"), profiler_range(FORWARD_RANGE):
-        if call.prepared.fused is not None:
-            run = _forward_fused
+        # Calls of one kernel, that wait for no stage, are made here: every layer of a model on one GPU passes by.
+        if prepared.fused is not None:
+            attention, backend, start = *prepared.fused, time.perf_counter()
+            x = Operands(q, k, v, attention.part.slices, prepared.forward_alone, sink)
+            got = Forward(*attention.forward(backend, x))
+            call.record("compute", HOST, start)
+        elif runtime.queries is not None:
+            got = forward_with_moves(call, q, k, v, sink)
+        elif runtime.is_local and prepared.final is not None:
+            slices, start, dropout = runtime.part.host, time.perf_counter(), call.dropout_mask(HOST, q.device)
+            x = Operands(q, k, v, slices, prepared.forward_alone, sink, dropout)
+            got = Forward(*prepared.final.forward_final(x))
+            call.record("compute", HOST, start)
+        elif prepared.is_joined or runtime.is_local:
+            got = _forward_blocking(call, q, k, v, sink)
         else:
-            run = _forward_blocking if call.prepared.is_joined or runtime.is_local else _forward_staged
-        if runtime.queries is not None:
-            run = forward_with_moves
-        got = run(call, q, k, v, sink)
+            got = _forward_staged(call, q, k, v, sink)
         if got.max_logits is not None and runtime.transport.size > 1:
             runtime.transport.all_reduce(got.max_logits, "max").wait()
     return got
@@ -180,19 +190,6 @@ def reduce_dsink(call: AttnCall, dsink: torch.Tensor | None) -> None:
     runtime = call.runtime
     if dsink is not None and runtime.policy.dsink_reduce != "none" and runtime.transport.size > 1:
         runtime.transport.all_reduce(dsink, runtime.policy.dsink_reduce).wait()
-
-
-def _forward_fused(
-    call: AttnCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None
-) -> Forward:
-    """One kernel over local keys and those that arrive while it runs."""
-    prepared, start = call.prepared, time.perf_counter()
-    assert prepared.fused is not None
-    attention, backend = prepared.fused
-    x = Operands(q, k, v, attention.part.slices, prepared.forward_alone, sink)
-    got = Forward(*attention.forward(backend, x))
-    call.record("compute", HOST, start)
-    return got
 
 
 def _forward_blocking(
