@@ -34,8 +34,8 @@ from magi_attention.api import (
     make_plan,
 )
 from magi_attention.common.intervals import sum_by
-from magi_attention.meta.bounds import blocks_of, least_rows
 from magi_attention.meta.chunking import Cut, chunk_areas
+from magi_attention.meta.predict.bounds import blocks_of, least_rows
 from magi_attention.meta.solver.links import count_rows
 
 CHUNKS = 16  # of a rank

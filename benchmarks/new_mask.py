@@ -40,7 +40,7 @@ from magi_attention.kernels.ffa.peer_kv import RemoteKeys, RemoteMask
 from magi_attention.kernels.ffa.plans import PlanShape, table_plan
 from magi_attention.kernels.ffa.schedule import select_schedule
 from magi_attention.kernels.types import AttnOptions
-from magi_attention.meta.fused_layout import FusedLayout
+from magi_attention.meta.one_launch.fused_layout import FusedLayout
 from magi_attention.meta.plan import Plan
 from magi_attention.meta.planner import PlanOptions, build_plan
 from magi_attention.native.ffa import FfaTile

@@ -48,7 +48,7 @@ ABOVE_ALL = {"__init__", "cli", "compat", "integrations", "testing", "benchmarki
 # ours may know of it, nor import one of these paths.
 COMPAT = "compat"
 COMPAT_IMPORTERS = {"__init__": {"compat.paths"}}
-PUBLISHED_PATHS = "compat.paths"  # module whose dicts MODULES, FOLDERS and NAMES have the paths as keys
+PUBLISHED_PATHS = "compat.paths"  # module whose dicts MODULES, FORMER and NAMES have the paths as keys
 # Single modules that a layer may import although not their whole layer. Attention imports those of tools inside a
 # function only.
 MODULE_EXCEPTIONS = {
@@ -159,7 +159,7 @@ def published_paths(text: str) -> set[str]:
     paths: set[str] = set()
     for node in ast.parse(text).body:
         if isinstance(node, ast.AnnAssign) and node.value is not None and isinstance(node.target, ast.Name):
-            if node.target.id in ("MODULES", "FOLDERS"):
+            if node.target.id in ("MODULES", "FORMER"):
                 paths.update(ast.literal_eval(node.value))
             elif node.target.id == "NAMES":
                 for module, homes in ast.literal_eval(node.value).items():

@@ -28,7 +28,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "docs")]
 import make_design_pictures as design  # noqa: E402
 
 from magi_attention.api import Mask, Plan, make_plan  # noqa: E402
-from magi_attention.meta.cost import contiguous_areas  # noqa: E402
+from magi_attention.meta.predict.cost import contiguous_areas  # noqa: E402
 from magi_attention.tools.report.pictures import paint_mask, rank_colours  # noqa: E402
 
 # What `magi bench kernel` wrote, by direction.

@@ -65,9 +65,9 @@ from magi_attention.config import (
 )
 from magi_attention.config.rates import MachineRates
 from magi_attention.functional import AttnPolicy, block_sparse_attn_func, flex_flash_attn_func, index_attn_func
-from magi_attention.functional.attention_check import AttentionCheck
+from magi_attention.functional.calls.attention_check import AttentionCheck
 from magi_attention.kernels.index_attn import PreparedIndices, prepare_indices
-from magi_attention.meta.model_memory import MemoryUse, ModelShape, TrainingSetup
+from magi_attention.meta.predict.model_memory import MemoryUse, ModelShape, TrainingSetup
 
 __all__ = [
     "AttentionCheck",

@@ -23,7 +23,7 @@ from magi_attention.config import DistAttnConfig
 from magi_attention.env import comm
 from magi_attention.env.snapshot import RuntimeFlags, check_flag_comb
 from magi_attention.errors import ContractError, UnsupportedError
-from magi_attention.functional.attention_check import PlanMark
+from magi_attention.functional.calls.attention_check import PlanMark
 
 
 @dataclass(frozen=True, eq=False)

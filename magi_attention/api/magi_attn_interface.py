@@ -44,9 +44,9 @@ from magi_attention.common.ranges import AttnRanges
 from magi_attention.config import DistAttnConfig
 from magi_attention.env.snapshot import RuntimeFlags
 from magi_attention.errors import ContractError, UnknownKeyError
-from magi_attention.functional import documents
-from magi_attention.functional import layout as token_layout
-from magi_attention.functional.attention_check import note_call
+from magi_attention.functional.calls.attention_check import note_call
+from magi_attention.functional.tokens import documents
+from magi_attention.functional.tokens import layout as token_layout
 from magi_attention.meta import chunking, metas
 from magi_attention.meta.chunking import resolve_chunk_size
 from magi_attention.meta.plan import Plan

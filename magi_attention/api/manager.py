@@ -26,9 +26,9 @@ from magi_attention.config import DistAttnConfig
 from magi_attention.env import general
 from magi_attention.env.snapshot import RuntimeFlags
 from magi_attention.errors import ContractError, UnsupportedError
-from magi_attention.functional import layout as token_layout
 from magi_attention.functional.dist_attn import dist_attn
 from magi_attention.functional.runtime import AttnRuntime
+from magi_attention.functional.tokens import layout as token_layout
 from magi_attention.kernels import default_registry
 from magi_attention.meta import metas
 from magi_attention.meta.collection import AttnArg, DispatchMeta

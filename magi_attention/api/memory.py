@@ -10,7 +10,7 @@ from magi_attention.api.plan import make_plan
 from magi_attention.common.mask import Mask
 from magi_attention.common.scalars import as_int
 from magi_attention.errors import ContractError
-from magi_attention.meta.model_memory import ModelShape, TrainingSetup, longest
+from magi_attention.meta.predict.model_memory import ModelShape, TrainingSetup, longest
 
 RESERVED = 0.06  # of a GPU: CUDA and NCCL, and what the allocator cannot use
 _STEP, _MOST = 1 << 14, 1 << 27

@@ -41,21 +41,22 @@ from magi_attention.config.rates import MachineRates
 from magi_attention.env import comm
 from magi_attention.env.snapshot import RuntimeFlags
 from magi_attention.errors import ContractError
-from magi_attention.functional import ahead, documents
-from magi_attention.functional import layout as token_layout
-from magi_attention.functional.attention_check import PlanMark, note_call
+from magi_attention.functional import ahead
 from magi_attention.functional.attention_memory import plan_memory
+from magi_attention.functional.calls.attention_check import PlanMark, note_call
 from magi_attention.functional.dist_attn import dist_attn
 from magi_attention.functional.policy import AttnPolicy
 from magi_attention.functional.recurrent import contiguous
 from magi_attention.functional.runtime import AttnRuntime, Trace
+from magi_attention.functional.tokens import documents
+from magi_attention.functional.tokens import layout as token_layout
 from magi_attention.kernels import default_registry
 from magi_attention.kernels.dropout import dropout_of
 from magi_attention.kernels.ffa.ahead import KernelTiles
 from magi_attention.meta import plan as meta_plan
 from magi_attention.meta.explain import explain
-from magi_attention.meta.model_memory import MemoryUse, ModelShape, TrainingSetup
 from magi_attention.meta.planner import PlanOptions, build_plan, plan_for_partitions
+from magi_attention.meta.predict.model_memory import MemoryUse, ModelShape, TrainingSetup
 
 DEFAULT_BALANCE = 1.02  # without a chunk size, chunks are refined until the heaviest rank is within 2%
 

@@ -16,7 +16,7 @@ import torch
 from magi_attention.api.compiled.graph_breaks import breaks_graph
 from magi_attention.api.plan import Plan, check_plan
 from magi_attention.common.infer import CuSeqlens
-from magi_attention.functional.attention_check import note_call
+from magi_attention.functional.calls.attention_check import note_call
 from magi_attention.functional.recurrent import conv, layers, states
 
 _eager = breaks_graph("rows and states pass by tables of the plan")

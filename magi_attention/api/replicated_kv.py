@@ -14,8 +14,8 @@ from magi_attention.common.forward_meta import AttnForwardMeta
 from magi_attention.common.infer import CuSeqlens
 from magi_attention.env import general
 from magi_attention.functional import flex_flash_attn_func
-from magi_attention.functional.inputs import refuse_dtensor
-from magi_attention.functional.replicated_kv import replicated_ranges
+from magi_attention.functional.calls.inputs import refuse_dtensor
+from magi_attention.functional.tokens.replicated_kv import replicated_ranges
 
 
 def attend_replicated_kv(
@@ -71,7 +71,7 @@ def attend_replicated_kv(
     schema="(Tensor? cu_q, Tensor cu_k, SymInt handle, str group, SymInt q_rows, SymInt k_rows) -> Tensor",
 )  # fmt: skip
 def replicated_ranges_op(cu_q, cu_k, handle, group, q_rows, k_rows):
-    """As of ``functional.replicated_kv``, for a model that is compiled; how many ranges there are is not known then."""
+    """As ``functional.tokens.replicated_kv`` has it, for a compiled model, which knows no number of ranges ahead."""
     return replicated_ranges(layout_of(handle, group), cu_q, cu_k, q_rows, k_rows).clone()
 
 

@@ -33,7 +33,7 @@ from magi_attention.config.rates import (
     keep_rates,
     rates_file,
 )
-from magi_attention.meta.budget import layer_times
+from magi_attention.meta.predict.budget import layer_times
 
 
 @dataclass(frozen=True)

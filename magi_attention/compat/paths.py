@@ -2,10 +2,10 @@
 """Published module paths and names, former paths, and the finder that resolves them.
 
 Paths below are relative to ``magi_attention``. ``MODULES`` gives a published path its module, which is then one module
-with two names. ``FOLDERS`` does so for all modules of a folder that has moved. ``NAMES`` gives a module of ours names
-that it has in the published package alone. All are looked up when a program asks; importing the package costs one entry
-of ``sys.meta_path``. Once ``magi_attention.api`` is imported, all paths that the published package imports with itself
-are in ``sys.modules``.
+with two names. ``FORMER`` does so for modules of ours that have moved, and for all that is in them. ``NAMES`` gives a
+module of ours names that it has in the published package alone. All are looked up when a program asks; importing the
+package costs one entry of ``sys.meta_path``. Once ``magi_attention.api`` is imported, all paths that the published
+package imports with itself are in ``sys.modules``.
 """
 
 from __future__ import annotations
@@ -92,10 +92,11 @@ MODULES: dict[str, str] = {
     "utils.sparse_utils": "compat.sparse_utils",
 }
 
-# former path of a folder -> where it is
-FOLDERS: dict[str, str] = {
+# former path of a module or folder that our pages named -> where it is
+FORMER: dict[str, str] = {
     "doctor": "tools.doctor",
     "launch": "tools.launch",
+    "meta.cost": "meta.predict.cost",
     "profiling": "tools.profiling",
     "report": "tools.report",
     "simulate": "tools.simulate",
@@ -152,8 +153,10 @@ NAMES: dict[str, dict[str, str]] = {
 
 def _home(name: str) -> str | None:
     """Where the module of a published or former path is; None: ``name`` is no such path."""
-    folder, dot, rest = name.partition(".")
-    return f"{FOLDERS[folder]}{dot}{rest}" if folder in FOLDERS else MODULES.get(name)
+    for former, home in FORMER.items():
+        if name == former or name.startswith(f"{former}."):
+            return home + name[len(former) :]
+    return MODULES.get(name)
 
 
 def _has_children(name: str) -> bool:

@@ -19,7 +19,7 @@ from magi_attention.common.slices import SliceTable
 from magi_attention.kernels import AttnOptions, Problem, Registry
 from magi_attention.kernels.ffa.ahead import Kept, KernelTiles, kept_tables, take_tables
 from magi_attention.kernels.ffa.backend import FfaBackend
-from magi_attention.meta.fused_layout import FusedLayout, RankFusedLayout
+from magi_attention.meta.one_launch.fused_layout import FusedLayout, RankFusedLayout
 from magi_attention.meta.plan import Plan
 from magi_attention.meta.rank_plan import RankPlan
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 
 from magi_attention.comm.collectives.layout import A2AVLayout
 from magi_attention.errors import ContractError, UnsupportedError
-from magi_attention.meta.fused_layout import FusedLayout
-from magi_attention.meta.model_memory import AttentionMemory, MemoryUse, ModelShape, TrainingSetup, step_memory
+from magi_attention.meta.one_launch.fused_layout import FusedLayout
 from magi_attention.meta.plan import Plan
+from magi_attention.meta.predict.model_memory import AttentionMemory, MemoryUse, ModelShape, TrainingSetup, step_memory
 
 
 @dataclass(frozen=True)

@@ -22,11 +22,11 @@ import torch
 
 from magi_attention.comm.collectives.wire import dense_strides
 from magi_attention.common.slices import SliceTable
-from magi_attention.functional.autocast import cast_operands
-from magi_attention.functional.head_chunks import backward_by_head_chunks, forward_by_head_chunks
-from magi_attention.functional.query_moves import Forward, backward_with_moves, forward_with_moves
+from magi_attention.functional.calls.autocast import cast_operands
+from magi_attention.functional.heads.chunks import backward_by_head_chunks, forward_by_head_chunks
 from magi_attention.functional.runtime import HOST, JOINED, AttnCall, AttnRuntime, Trace, accumulation_dtype
-from magi_attention.functional.stage_comm import Handle
+from magi_attention.functional.stages.comm import Handle
+from magi_attention.functional.stages.query_moves import Forward, backward_with_moves, forward_with_moves
 from magi_attention.kernels import AttnOptions, Grads, Problem
 from magi_attention.kernels.double_backward import once_differentiable
 from magi_attention.kernels.dropout import Dropout

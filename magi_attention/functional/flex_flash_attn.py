@@ -15,8 +15,8 @@ from torch.compiler import is_compiling
 from magi_attention.common.forward_meta import AttnForwardMeta
 from magi_attention.common.scalars import as_float, as_int
 from magi_attention.errors import ContractError, UnsupportedError
-from magi_attention.functional.autocast import autocast_dtype, cast_operands
-from magi_attention.functional.inputs import check_devices, check_qkv
+from magi_attention.functional.calls.autocast import autocast_dtype, cast_operands
+from magi_attention.functional.calls.inputs import check_devices, check_qkv
 from magi_attention.functional.sparse.index_attn import attend_lists, index_attn_func
 from magi_attention.kernels.ffa.custom_ops import WATCHED, flex_fwd, has_kernels, prepared_flex_fwd
 from magi_attention.kernels.ffa.launch_cache import KnownCalls

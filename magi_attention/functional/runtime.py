@@ -25,15 +25,15 @@ from magi_attention.common.scalars import as_float
 from magi_attention.env import comm
 from magi_attention.errors import UnsupportedError
 from magi_attention.functional.ahead import AHEAD, NOT_AHEAD, Ahead
-from magi_attention.functional.first_use import BACKWARD, FORWARD, ensure_call, settings_in_words, use_of_call
-from magi_attention.functional.head_groups import check_head_chunks, head_chunks_of, rows_by_group
-from magi_attention.functional.inputs import check_local_qkv
-from magi_attention.functional.joined import are_on_one_host, is_joined_faster
-from magi_attention.functional.layout import check_ranks
+from magi_attention.functional.calls.first_use import BACKWARD, FORWARD, ensure_call, settings_in_words, use_of_call
+from magi_attention.functional.calls.inputs import check_local_qkv
+from magi_attention.functional.heads.groups import check_head_chunks, head_chunks_of, rows_by_group
 from magi_attention.functional.one_launch.base import OneLaunch, PreparedFused
 from magi_attention.functional.one_launch.choice import over_nodes, over_nvlink
 from magi_attention.functional.policy import AttnPolicy
-from magi_attention.functional.stage_comm import QueryComm, StageComm
+from magi_attention.functional.stages.comm import QueryComm, StageComm
+from magi_attention.functional.stages.joined import are_on_one_host, is_joined_faster
+from magi_attention.functional.tokens.layout import check_ranks
 from magi_attention.kernels import AttnOptions, Backend, Problem, Registry, accumulation_dtype
 from magi_attention.kernels.dropout import Dropout, DropoutMask
 from magi_attention.kernels.ffa.backend import FfaBackend

@@ -42,7 +42,7 @@ from torchtitan.trainer import Trainer
 from magi_attention.api import AttentionCheck
 from magi_attention.api.compiled.ops import compiled_attn
 from magi_attention.errors import ContractError, UnsupportedError
-from magi_attention.functional.attention_check import note_call
+from magi_attention.functional.calls.attention_check import note_call
 from magi_attention.integrations.packing import LayerPlans, layer_plans
 
 Batch = tuple[torch.Tensor, torch.Tensor, dict[str, Any]]

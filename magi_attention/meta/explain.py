@@ -10,9 +10,9 @@ import numpy as np
 from magi_attention.common.two_level.nodes import Nodes
 from magi_attention.common.two_level.traffic import direct_rows, two_level_rows
 from magi_attention.errors import ContractError
-from magi_attention.meta import cost
-from magi_attention.meta.bounds import least_rows
 from magi_attention.meta.plan import Plan
+from magi_attention.meta.predict import cost
+from magi_attention.meta.predict.bounds import least_rows
 
 
 def explain(plan: Plan, element_bytes: int = 2) -> dict[str, Any]:

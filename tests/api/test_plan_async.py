@@ -24,7 +24,7 @@ from magi_attention.kernels.ffa.ahead import KernelTiles
 from magi_attention.kernels.ffa.plans import PlanShape, table_plan
 from magi_attention.kernels.types import AttnOptions
 from magi_attention.meta import plan as meta_plan
-from magi_attention.meta.fused_layout import FusedLayout
+from magi_attention.meta.one_launch.fused_layout import FusedLayout
 from magi_attention.native.ffa import FfaTile
 from magi_attention.native.planner.tile_plan import TilePlan
 from magi_attention.testing.masks import random_slices

@@ -67,7 +67,7 @@ def package(tmp_path: Path, **files: str) -> Path:
         ),
         ({"tools__simulate__a": "import torch"}, "imports torch outside a function"),
         (
-            {"cli__a": "import magi_attention.old.x", "compat__paths": "FOLDERS: dict = {'old': 'tools.old'}"},
+            {"cli__a": "import magi_attention.old.x", "compat__paths": "FORMER: dict = {'old': 'tools.old'}"},
             "'magi_attention.old.x' is a published path",
         ),
         ({"new__a": "from magi_attention.common import b", "common__b": ""}, "has no row"),

@@ -13,7 +13,7 @@ from symm_library import compiled
 
 from magi_attention.common.slices import SliceTable
 from magi_attention.config import DispatchConfig, DistAttnConfig, OverlapConfig
-from magi_attention.meta.fused_layout import TILE, FusedLayout
+from magi_attention.meta.one_launch.fused_layout import TILE, FusedLayout
 from magi_attention.meta.planner import build_plan
 from magi_attention.native import abi
 from magi_attention.testing.masks import random_slices

@@ -33,17 +33,18 @@ def test_a_published_path_is_the_module_that_is_at_home_elsewhere(path) -> None:
     assert space["a"] is space["b"] is space["c"] is module
 
 
-def _moved(folder: str) -> list[str]:
-    """Former paths of a folder and all that is in it."""
-    home = ROOT / "magi_attention" / paths.FOLDERS[folder].replace(".", "/")
-    files = (file.relative_to(home).with_suffix("").parts for file in sorted(home.rglob("*.py")))
-    return [".".join((folder, *parts[: -1 if parts[-1] == "__init__" else None])) for parts in files]
+def _moved(former: str) -> list[tuple[str, str]]:
+    """Former paths and homes of a module and all that is in it."""
+    home = paths.FORMER[former]
+    folder = ROOT / "magi_attention" / home.replace(".", "/")
+    inside = (file.relative_to(folder).with_suffix("").parts for file in sorted(folder.rglob("*.py")))
+    ends = ["".join(f".{part}" for part in parts if part != "__init__") for parts in inside] or [""]
+    return [(former + end, home + end) for end in ends]
 
 
-@pytest.mark.parametrize("path", [path for folder in paths.FOLDERS for path in _moved(folder)])
-def test_a_former_path_is_the_module_where_it_is_now(path) -> None:
-    folder, dot, rest = path.partition(".")
-    name, home = f"magi_attention.{path}", f"magi_attention.{paths.FOLDERS[folder]}{dot}{rest}"
+@pytest.mark.parametrize(("former", "now"), [pair for former in paths.FORMER for pair in _moved(former)])
+def test_a_former_path_is_the_module_where_it_is_now(former, now) -> None:
+    name, home = f"magi_attention.{former}", f"magi_attention.{now}"
     module = importlib.import_module(name)
     assert module is importlib.import_module(home) is sys.modules[name] and module.__spec__.name == home
     parent, _, last = name.rpartition(".")
@@ -95,7 +96,7 @@ def test_published_names_of_modules_of_ours(module) -> None:
 
 
 def test_tables_name_what_exists_once() -> None:
-    for path in (*paths.MODULES, *paths.FOLDERS):
+    for path in (*paths.MODULES, *paths.FORMER):
         file = ROOT / "magi_attention" / path.replace(".", "/")
         assert not file.with_suffix(".py").exists() and not (file / "__init__.py").exists(), f"{path} has a file, too"
     for module, homes in paths.NAMES.items():

@@ -18,7 +18,7 @@ from magi_attention.functional import AttnRuntime
 from magi_attention.functional.attention_memory import HeadShape, attention_memory
 from magi_attention.functional.dist_attn import dist_attn
 from magi_attention.kernels import Registry
-from magi_attention.meta.fused_layout import FusedLayout
+from magi_attention.meta.one_launch.fused_layout import FusedLayout
 from magi_attention.testing.spawn import run_processes
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -17,7 +17,7 @@ from magi_attention.functional import AttnRuntime
 from magi_attention.functional.dist_attn import dist_attn
 from magi_attention.functional.fa4 import ffa_fa4_func
 from magi_attention.functional.flex_flash_attn import flex_flash_attn_func
-from magi_attention.functional.layout import TokenLayout, gather, roll, shard
+from magi_attention.functional.tokens.layout import TokenLayout, gather, roll, shard
 from magi_attention.kernels import default_registry
 from magi_attention.meta.planner import build_plan
 

@@ -13,8 +13,8 @@ from magi_attention.api import Mask, make_plan
 from magi_attention.comm.transport.fake import FakeWorld
 from magi_attention.common.slices import SliceTable
 from magi_attention.functional.dist_attn import dist_attn
-from magi_attention.functional.joined import are_on_one_host, is_joined_faster
 from magi_attention.functional.runtime import AttnRuntime
+from magi_attention.functional.stages.joined import are_on_one_host, is_joined_faster
 from magi_attention.kernels.registry import default_registry
 from magi_attention.testing.masks import random_slices
 from magi_attention.tools.simulate import Case, Cluster

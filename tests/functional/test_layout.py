@@ -13,7 +13,7 @@ from magi_attention.comm.transport.fake import FakeWorld
 from magi_attention.common.mask import Mask
 from magi_attention.config import DispatchConfig, DistAttnConfig
 from magi_attention.errors import ContractError
-from magi_attention.functional.layout import TokenLayout, gather, positions, roll, shard
+from magi_attention.functional.tokens.layout import TokenLayout, gather, positions, roll, shard
 from magi_attention.meta.planner import build_plan
 
 

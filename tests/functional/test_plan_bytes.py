@@ -20,12 +20,12 @@ from magi_attention.common.slices import SliceTable
 from magi_attention.config import DispatchConfig, DistAttnConfig, OverlapConfig
 from magi_attention.functional import AttnPolicy, AttnRuntime, TokenLayout, gather, shard
 from magi_attention.functional.dist_attn import dist_attn
-from magi_attention.functional.documents import labels
-from magi_attention.functional.layout import place, roll, sum_shards
 from magi_attention.functional.one_launch import nvlink
+from magi_attention.functional.tokens.documents import labels
+from magi_attention.functional.tokens.layout import place, roll, sum_shards
 from magi_attention.kernels import AttnOptions, Operands, default_registry
 from magi_attention.kernels.ffa.peer_kv import RemoteMask
-from magi_attention.meta.fused_layout import FusedLayout
+from magi_attention.meta.one_launch.fused_layout import FusedLayout
 from magi_attention.meta.plan import Plan
 from magi_attention.meta.planner import PlanOptions, build_plan
 from magi_attention.testing.masks import random_slices

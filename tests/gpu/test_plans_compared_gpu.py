@@ -15,7 +15,7 @@ from magi_attention import api
 from magi_attention.comm.transport import consistency
 from magi_attention.comm.transport.torch import as_transport
 from magi_attention.errors import PlanMismatchError
-from magi_attention.functional.first_use import ensure_plan
+from magi_attention.functional.calls.first_use import ensure_plan
 from magi_attention.testing.spawn import run_processes
 
 GPUS = torch.cuda.device_count()

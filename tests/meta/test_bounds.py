@@ -11,8 +11,8 @@ import pytest
 from magi_attention.api import Mask
 from magi_attention.common.slices import SliceTable
 from magi_attention.config import DispatchConfig, DistAttnConfig, MinHeapDispatchAlg
-from magi_attention.meta.bounds import MOST_TOKENS, least_rows
 from magi_attention.meta.planner import build_plan, plan_for_partitions
+from magi_attention.meta.predict.bounds import MOST_TOKENS, least_rows
 from magi_attention.testing.masks import random_slices
 
 

@@ -9,7 +9,7 @@ import pytest
 from magi_attention.common.intervals import Packing
 from magi_attention.common.slices import SliceTable, to_dense
 from magi_attention.config import DispatchConfig, DistAttnConfig, OverlapConfig
-from magi_attention.meta.fused_layout import TILE, FusedLayout, group_of_tile
+from magi_attention.meta.one_launch.fused_layout import TILE, FusedLayout, group_of_tile
 from magi_attention.meta.planner import build_plan
 from magi_attention.testing.masks import random_slices
 

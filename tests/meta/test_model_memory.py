@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from magi_attention.api import Mask, ModelShape, TrainingSetup, longest_context, make_plan
 from magi_attention.errors import ContractError, UnsupportedError
-from magi_attention.meta.model_memory import longest
+from magi_attention.meta.predict.model_memory import longest
 from magi_attention.testing.spawn import run_processes
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "functional"))

@@ -21,8 +21,8 @@ from magi_attention.config.rates import (
 )
 from magi_attention.errors import ContractError
 from magi_attention.meta import PlanOptions, build_plan
-from magi_attention.meta.budget import layer_times
-from magi_attention.meta.cost import stage_areas
+from magi_attention.meta.predict.budget import layer_times
+from magi_attention.meta.predict.cost import stage_areas
 
 FAST = MachineRates()
 HEADS = {"num_heads_q": 64, "num_heads_kv": 8, "head_dim": 128}

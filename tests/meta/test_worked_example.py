@@ -28,10 +28,10 @@ from magi_attention.meta import (
     make_global_bucket_from_qk_ranges,
 )
 from magi_attention.meta.chunking import compute_pad_size, resolve_chunk_size
-from magi_attention.meta.cost import CostModel, contiguous_areas, timeline
 from magi_attention.meta.dispatch import check_partitions
 from magi_attention.meta.explain import explain
 from magi_attention.meta.metas import DistAttnSolver
+from magi_attention.meta.predict.cost import CostModel, contiguous_areas, timeline
 
 CAUSAL_16 = Mask.causal(16)
 CHUNKS_OF_2 = DistAttnConfig(DispatchConfig(chunk_size=2, alg=MinHeapDispatchAlg()))

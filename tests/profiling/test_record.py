@@ -15,7 +15,7 @@ import pytest
 from magi_attention.api import DistAttnConfig, Mask, OverlapConfig, make_plan
 from magi_attention.cli import main
 from magi_attention.config.rates import MachineRates, keep_rates
-from magi_attention.meta.cost import CostModel, timeline
+from magi_attention.meta.predict.cost import CostModel, timeline
 from magi_attention.tools.profiling import record
 from magi_attention.tools.profiling.page import predictions
 from magi_attention.tools.profiling.trace import profiles_of, read_trace

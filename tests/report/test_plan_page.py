@@ -16,7 +16,7 @@ from page_masks import random_mask, settings_of
 from magi_attention.api import Mask, make_plan
 from magi_attention.cli import main
 from magi_attention.common.slices import areas, to_dense
-from magi_attention.meta.cost import stage_areas
+from magi_attention.meta.predict.cost import stage_areas
 from magi_attention.testing.libraries import planner_or_skip
 from magi_attention.tools.report.plan_data import Setting, page_data
 from magi_attention.tools.report.plan_page import MOST_BYTES, MOST_NOTEBOOK_BYTES, notebook_view, plan_page

@@ -25,11 +25,11 @@ from magi_attention.comm.transport.torch import as_transport
 from magi_attention.env import general
 from magi_attention.env.snapshot import RuntimeFlags
 from magi_attention.errors import ContractError, UnknownKeyError
-from magi_attention.functional.layout import TokenLayout
 from magi_attention.functional.policy import AttnPolicy
 from magi_attention.functional.runtime import AttnRuntime
-from magi_attention.meta.cost import stage_rows
+from magi_attention.functional.tokens.layout import TokenLayout
 from magi_attention.meta.plan import Plan
+from magi_attention.meta.predict.cost import stage_rows
 
 _numbers = itertools.count(2)  # torch compiles 0 and 1 as constants
 _held: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # managers and plans by handle

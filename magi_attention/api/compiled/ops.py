@@ -13,7 +13,7 @@ from magi_attention.api.compiled.handles import CompiledFacts, runtime_of
 from magi_attention.common.forward_meta import AttnForwardMeta
 from magi_attention.common.scalars import as_float
 from magi_attention.errors import ContractError
-from magi_attention.functional.autocast import cast_operands
+from magi_attention.functional.calls.autocast import cast_operands
 from magi_attention.functional.dist_attn import run_backward, run_forward
 from magi_attention.functional.runtime import AttnCall, AttnRuntime
 from magi_attention.kernels import accumulation_dtype

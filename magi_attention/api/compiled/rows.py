@@ -11,8 +11,8 @@ import torch
 
 from magi_attention.api.compiled.handles import CompiledFacts, held_by, layout_of
 from magi_attention.common.scalars import as_int, as_number
-from magi_attention.functional import documents
-from magi_attention.functional import layout as token_layout
+from magi_attention.functional.tokens import documents
+from magi_attention.functional.tokens import layout as token_layout
 
 _WHERE = "SymInt handle, str group"
 
@@ -84,7 +84,7 @@ def _(x, handle, group, shift, dim, simple):
 
 @_op(f"(Tensor tokens, Tensor? cu_seqlens, {_WHERE}, int depth, int ignore_index, int dim) -> Tensor")
 def document_labels(tokens, cu_seqlens, handle, group, depth, ignore_index, dim):
-    """As of ``functional.documents.labels``."""
+    """As of ``functional.tokens.documents.labels``."""
     layout = layout_of(handle, group)
     return documents.labels(tokens, layout, depth, ignore_index, dim, cu_seqlens).contiguous()
 

@@ -104,7 +104,7 @@ def measure_planning(args: argparse.Namespace, tiles: Any, plan_for: Callable[..
 
 def budget_of(plan, args: argparse.Namespace, plan_for: Callable[..., Any]) -> dict[str, Any]:
     """All figures, seconds and bytes, ready for JSON. ``plan_for`` makes the plan of a mask, as that of `explain`."""
-    from magi_attention.meta.budget import layer_times
+    from magi_attention.meta.predict.budget import layer_times
 
     rates, (tiles, whose) = rates_of(args), tiles_of(args)
     planning, layers = measure_planning(args, tiles, plan_for), args.layers or LAYERS

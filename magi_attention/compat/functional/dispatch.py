@@ -18,8 +18,8 @@ from magi_attention.comm.transport.torch import as_transport
 from magi_attention.common.enum import AttnType
 from magi_attention.common.slices import SliceTable
 from magi_attention.errors import ContractError, UnsupportedError
-from magi_attention.functional import layout as token_layout
-from magi_attention.functional.layout import TokenLayout
+from magi_attention.functional.tokens import layout as token_layout
+from magi_attention.functional.tokens.layout import TokenLayout
 from magi_attention.meta.collection import DispatchMeta
 from magi_attention.meta.planner import plan_for_partitions
 

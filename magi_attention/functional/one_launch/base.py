@@ -14,7 +14,7 @@ from magi_attention.kernels import Grads
 from magi_attention.kernels.ffa.arrival import Pace
 from magi_attention.kernels.ffa.backend import FfaBackend
 from magi_attention.kernels.types import BackwardOperands, Final, Operands
-from magi_attention.meta.fused_layout import RankLayout
+from magi_attention.meta.one_launch.fused_layout import RankLayout
 
 _Operands = TypeVar("_Operands", Operands, BackwardOperands)
 

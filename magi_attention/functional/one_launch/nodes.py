@@ -23,7 +23,7 @@ from magi_attention.kernels import Grads
 from magi_attention.kernels.ffa.backend import FfaBackend
 from magi_attention.kernels.ffa.peer_kv import RemoteKeys, RemoteMask, remote_params
 from magi_attention.kernels.types import BackwardOperands, Final, Operands
-from magi_attention.meta.node_layout import NodeLayout, RankNodeLayout
+from magi_attention.meta.one_launch.node_layout import NodeLayout, RankNodeLayout
 from magi_attention.meta.plan import Plan
 
 _BYTES_PER_S = 4e10  # roughly, of what a rank gets: a network card for each

@@ -21,7 +21,7 @@ from magi_attention.kernels import Grads
 from magi_attention.kernels.ffa.backend import FfaBackend
 from magi_attention.kernels.ffa.peer_kv import RemoteKeys, RemoteMask, remote_params
 from magi_attention.kernels.types import BackwardOperands, Final, Operands
-from magi_attention.meta.fused_layout import FusedLayout, RankFusedLayout
+from magi_attention.meta.one_launch.fused_layout import FusedLayout, RankFusedLayout
 from magi_attention.meta.plan import Plan
 
 PUT_CTAS = 16

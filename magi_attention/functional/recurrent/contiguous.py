@@ -9,8 +9,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from magi_attention.functional.layout import TokenLayout
 from magi_attention.functional.recurrent.rows import Ints, RowExchange, Wanted
+from magi_attention.functional.tokens.layout import TokenLayout
 from magi_attention.meta.plan import Plan
 
 

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from magi_attention.common.infer import CuSeqlens
 from magi_attention.common.scalars import as_int
 from magi_attention.errors import ContractError
-from magi_attention.functional.layout import TokenLayout
 from magi_attention.functional.recurrent.contiguous import owned
 from magi_attention.functional.recurrent.rows import Ints, RowExchange, Wanted
+from magi_attention.functional.tokens.layout import TokenLayout
 from magi_attention.meta.fragments import Fragments
 
 

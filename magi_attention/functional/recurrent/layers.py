@@ -10,8 +10,8 @@ import torch
 from magi_attention.common.infer import CuSeqlens
 from magi_attention.common.plan_cache import Kind, on_gpu
 from magi_attention.errors import ContractError
-from magi_attention.functional.layout import TokenLayout
 from magi_attention.functional.recurrent.states import pass_states
+from magi_attention.functional.tokens.layout import TokenLayout
 
 Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 _SEGMENTS: Kind[tuple[torch.device], tuple[torch.Tensor, ...]] = Kind("segments of fragments", on_gpu)

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from magi_attention.common.plan_cache import Kind, on_gpu
-from magi_attention.functional.layout import TokenLayout
+from magi_attention.functional.tokens.layout import TokenLayout
 
 Ints = NDArray[np.int64]
 

@@ -23,9 +23,9 @@ from magi_attention.common.infer import CuSeqlens
 from magi_attention.common.plan_cache import Kind, on_gpu
 from magi_attention.config.links import NCCL_BYTES_PER_S, NCCL_LATENCY_S
 from magi_attention.errors import ContractError
-from magi_attention.functional.layout import TokenLayout
 from magi_attention.functional.recurrent.rows import Ints, RowExchange
 from magi_attention.functional.recurrent.schedule import ChainStep, Gathered, Line, chain
+from magi_attention.functional.tokens.layout import TokenLayout
 
 Key = tuple[object, ...]
 WAYS = ("auto", "gather", "chain")

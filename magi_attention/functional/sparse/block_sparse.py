@@ -12,9 +12,9 @@ from magi_attention.common.forward_meta import AttnForwardMeta
 from magi_attention.common.mask import Mask
 from magi_attention.common.scalars import as_int
 from magi_attention.errors import ContractError
-from magi_attention.functional.autocast import cast_operands
+from magi_attention.functional.calls.autocast import cast_operands
+from magi_attention.functional.calls.inputs import check_devices, check_qkv
 from magi_attention.functional.flex_flash_attn import flex_flash_attn_func
-from magi_attention.functional.inputs import check_devices, check_qkv
 from magi_attention.functional.sparse.index_attn import index_attn_func
 from magi_attention.kernels.index_attn import PreparedIndices, has_kernel, lists_of_blocks
 from magi_attention.kernels.types import as_scale, options_of

@@ -8,8 +8,8 @@ import torch
 from magi_attention.common.forward_meta import AttnForwardMeta
 from magi_attention.common.scalars import as_float, as_int
 from magi_attention.errors import ContractError
-from magi_attention.functional.autocast import cast_operands
-from magi_attention.functional.inputs import check_devices, check_qkv, width_of_values
+from magi_attention.functional.calls.autocast import cast_operands
+from magi_attention.functional.calls.inputs import check_devices, check_qkv, width_of_values
 from magi_attention.kernels.index_attn import PreparedIndices, prepare_indices
 from magi_attention.kernels.index_attn.custom_ops import index_fwd
 from magi_attention.kernels.index_attn.prepare import check_tensor

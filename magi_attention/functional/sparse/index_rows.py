@@ -25,10 +25,10 @@ from magi_attention.common.forward_meta import AttnForwardMeta
 from magi_attention.common.plan_cache import Kind, on_gpu
 from magi_attention.common.scalars import as_int
 from magi_attention.errors import ContractError
-from magi_attention.functional.autocast import cast_operands
-from magi_attention.functional.inputs import check_devices, check_qkv, refuse_dtensor, width_of_values
-from magi_attention.functional.layout import TokenLayout
+from magi_attention.functional.calls.autocast import cast_operands
+from magi_attention.functional.calls.inputs import check_devices, check_qkv, refuse_dtensor, width_of_values
 from magi_attention.functional.sparse.index_attn import attend_lists
+from magi_attention.functional.tokens.layout import TokenLayout
 from magi_attention.kernels.double_backward import once_differentiable
 from magi_attention.kernels.index_attn import PreparedIndices, prepare_indices
 from magi_attention.kernels.index_attn.prepare import check_lists, check_tensor

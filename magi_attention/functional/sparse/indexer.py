@@ -9,7 +9,7 @@ import torch
 
 from magi_attention.common.scalars import as_float, as_int
 from magi_attention.errors import ContractError
-from magi_attention.functional.inputs import check_devices, check_qkv, refuse_dtensor
+from magi_attention.functional.calls.inputs import check_devices, check_qkv, refuse_dtensor
 from magi_attention.kernels.index_attn import PreparedIndices
 from magi_attention.kernels.indexer import Blocks, Visible
 from magi_attention.kernels.indexer.custom_ops import kl_fwd, topk_blocks_op, topk_op

@@ -6,10 +6,10 @@ from __future__ import annotations
 import torch
 
 from magi_attention.errors import ContractError
-from magi_attention.functional import layout as token_layout
-from magi_attention.functional.layout import TokenLayout
 from magi_attention.functional.sparse import indexer
 from magi_attention.functional.sparse.index_rows import IndexExchange, fetch_rows, make_exchange
+from magi_attention.functional.tokens import layout as token_layout
+from magi_attention.functional.tokens.layout import TokenLayout
 from magi_attention.kernels.indexer import Visible
 
 

@@ -19,7 +19,7 @@ from transformers.activations import ACT2FN
 
 from magi_attention.api import causal_conv1d, decay_of_fragments, run_recurrent
 from magi_attention.errors import ContractError
-from magi_attention.functional.attention_check import note_call
+from magi_attention.functional.calls.attention_check import note_call
 from magi_attention.integrations.packing import LayerPlans
 from magi_attention.integrations.recurrent_kernels import fla_kernel, mamba2_step, run_mamba2
 from magi_attention.integrations.shared.recurrent_layers import CONVOLUTION, FUSED, SCANS, is_marked, mark

@@ -28,8 +28,8 @@ from magi_attention.api.planning.rates import device_name
 from magi_attention.common.intervals import subtract_intervals, total_length
 from magi_attention.config.rates import MachineRates, find_rates, rates_file, read_rates
 from magi_attention.kernels.registry import default_registry
-from magi_attention.meta.cost import CostModel, timeline
 from magi_attention.meta.plan import Plan
+from magi_attention.meta.predict.cost import CostModel, timeline
 from magi_attention.tools.profiling.nvtx import switch_profile
 from magi_attention.tools.profiling.trace import ANCHOR, OWN_KEY, STAGES_PID
 

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 
 from magi_attention.common.slices import K0, K1, Q0, Q1, TYPE, areas, trim
 from magi_attention.config.rates import MachineRates
-from magi_attention.meta.cost import CostModel, contiguous_areas, stage_areas, stage_rows, timeline
 from magi_attention.meta.explain import explain
 from magi_attention.meta.plan import Plan
+from magi_attention.meta.predict.cost import CostModel, contiguous_areas, stage_areas, stage_rows, timeline
 from magi_attention.tools.report.describe import about_rows, overview_table, plan_facts, rank_table, volume_table
 
 # What the page of a large plan goes without, the first one first: keys of a setting, and what they say.

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from magi_attention.errors import ContractError
-from magi_attention.meta.fused_layout import MAX_GROUPS  # that rows arrive in
+from magi_attention.meta.one_launch.fused_layout import MAX_GROUPS  # that rows arrive in
 from magi_attention.tools.simulate.events import COMPUTE, LINK, NETWORK, Lanes, Outcome
 from magi_attention.tools.simulate.kernels import KernelTimes
 from magi_attention.tools.simulate.machine import Cluster

@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from magi_attention.meta.cost import is_wait_cheaper
+from magi_attention.meta.predict.cost import is_wait_cheaper
 from magi_attention.tools.simulate.events import COMPUTE, LINK, NETWORK, Lanes, Outcome
 from magi_attention.tools.simulate.kernels import KernelTimes
 from magi_attention.tools.simulate.machine import Cluster

@@ -14,8 +14,8 @@ from magi_attention.comm.transport.base import SingleTransport
 from magi_attention.comm.transport.consistency import Use
 from magi_attention.common.plan_cache import PlanCache
 from magi_attention.common.slices import SliceTable
+from magi_attention.functional.calls.first_use import BACKWARD, FORWARD, judge
 from magi_attention.functional.dist_attn import dist_attn
-from magi_attention.functional.first_use import BACKWARD, FORWARD, judge
 from magi_attention.functional.one_launch.base import LAUNCHES, PreparedFused, _layout
 from magi_attention.functional.one_launch.nvlink import FusedAttention
 from magi_attention.functional.runtime import AttnPolicy, AttnRuntime, Prepared

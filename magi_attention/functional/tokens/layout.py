@@ -19,8 +19,8 @@ from magi_attention.comm.transport.base import Transport
 from magi_attention.common.plan_cache import Kind, PlanCache, on_gpu
 from magi_attention.common.scalars import as_int, as_number
 from magi_attention.errors import ContractError
-from magi_attention.functional.first_use import ensure_plan
-from magi_attention.functional.inputs import refuse_dtensor
+from magi_attention.functional.calls.first_use import ensure_plan
+from magi_attention.functional.calls.inputs import refuse_dtensor
 from magi_attention.meta.plan import Plan
 
 
@@ -334,7 +334,7 @@ def roll(x: torch.Tensor, layout: TokenLayout, shift: int, dim: int = 0, simple:
     """``torch.roll(padded global, shift, dim)`` on shards: row t becomes row ``t - shift`` of the padded sequence.
 
     Pad rows take part, so up to ``|shift|`` real tokens at the wrap-around get pad values. Documents do not matter:
-    the last token of one gets the first of the next. ``labels`` of ``functional.documents`` stops at their ends.
+    the last token of one gets the first of the next. ``labels`` of ``documents`` stops at their ends.
     """
     layout.check_rows_of_all(x, dim, layout.num_local, "roll")
     return _apply_roll(x.movedim(dim, 0), layout, as_int(shift, "shift"), simple).movedim(0, dim)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a plan of one stage waits for its rows, asked of tensors; the rule is ``meta.cost.is_wait_cheaper``."""
+"""Does a plan of one stage wait for its rows? Asked of tensors; the rule is ``meta.predict.cost.is_wait_cheaper``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from magi_attention.meta.cost import is_wait_cheaper
+from magi_attention.meta.predict.cost import is_wait_cheaper
 
 
 def is_joined_faster(rows: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_one_host: bool) -> bool:

@@ -18,7 +18,7 @@ from magi_attention.common.intervals import Packing, ramps
 from magi_attention.common.two_level.nodes import Nodes
 from magi_attention.common.two_level.routes import Routes, Rows
 from magi_attention.common.two_level.transfers import TransferPlan, plan_routes
-from magi_attention.meta.fused_layout import (
+from magi_attention.meta.one_launch.fused_layout import (
     TILE,
     RankLayout,
     base_of,
@@ -27,8 +27,8 @@ from magi_attention.meta.fused_layout import (
     padded,
     remote_keys,
 )
+from magi_attention.meta.one_launch.stretches import Stretches
 from magi_attention.meta.plan import Plan
-from magi_attention.meta.stretches import Stretches
 
 
 @dataclass(frozen=True, eq=False)

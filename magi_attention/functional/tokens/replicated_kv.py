@@ -12,7 +12,7 @@ from magi_attention.common.infer import CuSeqlens, as_cu_seqlens
 from magi_attention.common.intervals import Packing, split_at
 from magi_attention.common.plan_cache import Kind
 from magi_attention.errors import ContractError
-from magi_attention.functional.layout import TokenLayout
+from magi_attention.functional.tokens.layout import TokenLayout
 
 
 class _Made(NamedTuple):

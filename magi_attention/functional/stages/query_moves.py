@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 import torch
 
-from magi_attention.functional.head_groups import heads_by_token, rows_by_group
+from magi_attention.functional.heads.groups import heads_by_token, rows_by_group
 from magi_attention.functional.runtime import HOST, JOINED, QUERIES, AttnCall
-from magi_attention.functional.stage_comm import Handle
+from magi_attention.functional.stages.comm import Handle
 from magi_attention.kernels import Grads, Partial, accumulation_dtype
 from magi_attention.kernels.reference.operands import row_delta
 from magi_attention.kernels.types import BackwardOperands, Operands

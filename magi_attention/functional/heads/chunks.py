@@ -12,9 +12,9 @@ from collections.abc import Callable
 
 import torch
 
-from magi_attention.functional.head_groups import head_chunks_of
-from magi_attention.functional.query_moves import Forward
+from magi_attention.functional.heads.groups import head_chunks_of
 from magi_attention.functional.runtime import AttnCall
+from magi_attention.functional.stages.query_moves import Forward
 
 
 def forward_by_head_chunks(

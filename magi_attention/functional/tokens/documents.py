@@ -13,7 +13,7 @@ import torch
 
 from magi_attention.common.scalars import as_int
 from magi_attention.errors import ContractError
-from magi_attention.functional.layout import TokenLayout, positions, roll
+from magi_attention.functional.tokens.layout import TokenLayout, positions, roll
 
 
 def labels(

@@ -24,9 +24,9 @@ from numpy.typing import NDArray
 
 from magi_attention.common.intervals import Packing, merge_intervals, ramps, split_at
 from magi_attention.common.slices import K0, K1, Q0, Q1, SliceTable, merge
+from magi_attention.meta.one_launch.stretches import Stretches
 from magi_attention.meta.plan import Plan
 from magi_attention.meta.rank_plan import cut_by_windows
-from magi_attention.meta.stretches import Stretches
 
 _Rows = TypeVar("_Rows", int, NDArray[np.int64])
 

@@ -8,8 +8,8 @@ from typing import TypedDict
 import numpy as np
 
 from magi_attention.config.rates import MachineRates
-from magi_attention.meta.cost import CostModel, row_bytes, stage_rows, timeline
 from magi_attention.meta.plan import Plan
+from magi_attention.meta.predict.cost import CostModel, row_bytes, stage_rows, timeline
 
 
 class LayerTime(TypedDict):

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A plan in the coordinates of attention in one launch."""
