@@ -5,7 +5,10 @@ New code: ``Mask, make_plan, plan_async, Plan, attend, attend_index, attend_repl
 of the published 1.1.x API, on top of the same plans. ``AttnPolicy`` says how a plan is run.
 """
 
-from magi_attention.api.functools import (
+from magi_attention.api.gradients import set_gradient_sum, sum_gradients
+from magi_attention.api.index_attn import IndexExchange, attend_index, prepare_index_exchange
+from magi_attention.api.indexer import indexer_kl, indexer_topk, indexer_topk_blocks
+from magi_attention.api.keys.helpers import (
     compute_pad_size,
     full_attention_to_varlen_attention,
     infer_attn_mask_from_cu_seqlens,
@@ -13,11 +16,7 @@ from magi_attention.api.functools import (
     infer_varlen_mask_from_batch,
     squash_batch_dim,
 )
-from magi_attention.api.gradients import set_gradient_sum, sum_gradients
-from magi_attention.api.index_attn import IndexExchange, attend_index, prepare_index_exchange
-from magi_attention.api.indexer import indexer_kl, indexer_topk, indexer_topk_blocks
-from magi_attention.api.key import DistAttnRuntimeKey, init_dist_attn_runtime_key
-from magi_attention.api.magi_attn_interface import (
+from magi_attention.api.keys.interface import (
     DistAttnRuntimeDictManager,
     GeneralAttnMaskType,
     calc_attn,
@@ -35,7 +34,8 @@ from magi_attention.api.magi_attn_interface import (
     roll_simple,
     undispatch,
 )
-from magi_attention.api.manager import init_dist_attn_runtime_mgr
+from magi_attention.api.keys.key import DistAttnRuntimeKey, init_dist_attn_runtime_key
+from magi_attention.api.keys.manager import init_dist_attn_runtime_mgr
 from magi_attention.api.memory import longest_context
 from magi_attention.api.plan import Mask, Plan, attend, make_plan
 from magi_attention.api.planning.ahead import kernel_tiles, plan_async

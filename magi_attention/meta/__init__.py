@@ -1,12 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Planning: from a mask to what every rank computes, sends and receives. No torch, no process groups."""
 
-from magi_attention.meta.metas import (
-    make_attn_meta_from_dispatch_meta,
-    make_bucket_per_rank_from_qk_ranges,
-    make_dispatch_meta_from_qk_ranges,
-    make_global_bucket_from_qk_ranges,
-)
 from magi_attention.meta.plan import Plan
 from magi_attention.meta.planner import PlanOptions, build_plan, plan_for_partitions
 from magi_attention.meta.rank_plan import RankPlan, StagePlan
@@ -17,9 +11,5 @@ __all__ = [
     "RankPlan",
     "StagePlan",
     "build_plan",
-    "make_attn_meta_from_dispatch_meta",
-    "make_bucket_per_rank_from_qk_ranges",
-    "make_dispatch_meta_from_qk_ranges",
-    "make_global_bucket_from_qk_ranges",
     "plan_for_partitions",
 ]

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from magi_attention import api
-from magi_attention.api.manager import DistAttnRuntimeDictManager
+from magi_attention.api.keys.manager import DistAttnRuntimeDictManager
 from magi_attention.errors import ContractError
 from magi_attention.testing.spawn import run_processes
 

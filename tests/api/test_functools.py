@@ -12,7 +12,7 @@ from magi_attention.api import (
     infer_varlen_mask_from_batch,
     squash_batch_dim,
 )
-from magi_attention.api.functools import apply_padding, compute_pad_size, pad_at_dim, unpad_at_dim
+from magi_attention.api.keys.helpers import apply_padding, compute_pad_size, pad_at_dim, unpad_at_dim
 
 
 def ranges(*pairs) -> AttnRanges:

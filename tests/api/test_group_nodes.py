@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from magi_attention.api import AttnRanges, DispatchConfig, DistAttnConfig, magi_attn_flex_key
-from magi_attention.api.magi_attn_interface import dist_attn_runtime_dict_mgr
+from magi_attention.api.keys.interface import dist_attn_runtime_dict_mgr
 from magi_attention.api.planning.group_nodes import with_nodes
 from magi_attention.comm.transport.fake import FakeWorld
 from magi_attention.env.snapshot import RuntimeFlags

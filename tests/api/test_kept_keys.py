@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from magi_attention.api import AttnRanges, calc_attn, dist_attn_runtime_dict_mgr, get_position_ids, magi_attn_flex_key
-from magi_attention.api.manager import DistAttnRuntimeDict
+from magi_attention.api.keys.manager import DistAttnRuntimeDict
 from magi_attention.common.plan_cache import PlanCache
 from magi_attention.kernels.ffa.plans import DEVICE_PLANS, KEPT_ORDERS, Kept, KeptOrder
 

@@ -20,9 +20,9 @@ from magi_attention.api import (
     make_varlen_key_for_new_mask_after_dispatch,
     undispatch,
 )
+from magi_attention.api.keys.dispatch_meta import DispatchMeta
 from magi_attention.comm.transport.fake import FakeWorld
 from magi_attention.common.enum import AttnRole, AttnType
-from magi_attention.meta.collection.dispatch_meta import DispatchMeta
 from magi_attention.utils import flatten_nested_list, perm_idxs2unperm_idxs
 
 HEADS = dict(num_heads_q=4, num_heads_kv=2, head_dim=8)

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from magi_attention.common import AttnMask, AttnMaskType, AttnRange, AttnRanges, slices
-from magi_attention.common.rows import RowIntervals
+from magi_attention.compat.values.rows import RowIntervals
 from magi_attention.errors import ContractError
 from magi_attention.testing import masks
 

@@ -13,10 +13,10 @@ from magi_attention.common import enum as loaded
 from magi_attention.common import protocols
 from magi_attention.common.mask import Mask
 from magi_attention.common.slices import SliceTable, type_code
+from magi_attention.compat.metas.buckets import AttnSlice
+from magi_attention.compat.metas.builders import make_global_bucket_from_qk_ranges, slice_table
 from magi_attention.errors import ContractError
 from magi_attention.kernels.tables import table_from_attn_arg
-from magi_attention.meta.container import AttnSlice
-from magi_attention.meta.metas import make_global_bucket_from_qk_ranges, slice_table
 
 OLD = {name: getattr(loaded, name) for name in dir(loaded)}
 ENUMS = sorted(n for n, c in OLD.items() if isinstance(c, type) and issubclass(c, OLD["ValueEnum"]) and len(c))

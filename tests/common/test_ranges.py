@@ -10,14 +10,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from magi_attention.api.functools import infer_attn_mask_from_sliding_window
+from magi_attention.api.keys.helpers import infer_attn_mask_from_sliding_window
 from magi_attention.common import AttnMask, AttnRange, AttnRanges, AttnRectangle, AttnRectangles, protocols
 from magi_attention.common.mask import Mask
 from magi_attention.common.ranges import check_valid_cu_seqlens, is_valid_cu_seqlens
 from magi_attention.common.slices import SliceTable
+from magi_attention.compat.metas.builders import slice_table
 from magi_attention.errors import ContractError, RangeError
 from magi_attention.magi_attn_ext import GroupCastRanges, expand_attn_ranges
-from magi_attention.meta.metas import slice_table
 from magi_attention.meta.solver.affinity import IOUAffinity
 
 PAIRS = st.tuples(st.integers(0, 24), st.integers(0, 8)).map(lambda p: (p[0], p[0] + p[1]))

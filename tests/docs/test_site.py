@@ -22,7 +22,7 @@ import hooks  # noqa: E402
 NAV = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
 REFERENCE = sorted((ROOT / "docs" / "reference").glob("*.md"))
 PUBLIC = ("magi_attention.api", "magi_attention.functional")
-LEGACY = "magi_attention.compat.legacy"  # where names of ``api`` are that it has by a table
+LEGACY = "magi_attention.compat.keys.legacy"  # where names of ``api`` are that it has by a table
 FAILURES = ROOT / "docs" / "guides" / "failures.md"
 
 

@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 
 from magi_attention.common import AttnMaskType, AttnRange, AttnRanges, slices
+from magi_attention.compat.metas.buckets import AttnBucket, AttnChunk, AttnSlice, MultiKAttnSlice
 from magi_attention.errors import ContractError
 from magi_attention.meta import make_global_bucket_from_qk_ranges
-from magi_attention.meta.container import AttnBucket, AttnChunk, AttnSlice, MultiKAttnSlice
 from magi_attention.testing import masks
 
 FULL = AttnMaskType.FULL

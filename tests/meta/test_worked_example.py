@@ -9,6 +9,7 @@ import pytest
 from magi_attention.common.mask import Mask
 from magi_attention.common.ranges import AttnRanges
 from magi_attention.common.slices import SliceTable
+from magi_attention.compat.metas.builders import DistAttnSolver
 from magi_attention.config import (
     DispatchConfig,
     DistAttnConfig,
@@ -30,7 +31,6 @@ from magi_attention.meta import (
 from magi_attention.meta.chunking import compute_pad_size, resolve_chunk_size
 from magi_attention.meta.dispatch import check_partitions
 from magi_attention.meta.explain import explain
-from magi_attention.meta.metas import DistAttnSolver
 from magi_attention.meta.predict.cost import CostModel, contiguous_areas, timeline
 
 CAUSAL_16 = Mask.causal(16)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from magi_attention.api.manager import DistAttnRuntimeDict, RuntimeManager
+from magi_attention.api.keys.manager import DistAttnRuntimeDict, RuntimeManager
 from magi_attention.api.policy import policy_from_flags
 from magi_attention.comm.transport.base import Transport
 from magi_attention.comm.transport.torch import as_transport

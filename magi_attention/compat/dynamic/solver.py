@@ -15,11 +15,11 @@ from magi_attention.common.intervals import Packing, split_at, subtract_interval
 from magi_attention.common.ranges import AttnRanges
 from magi_attention.common.slices import K0, K1, Q0, Q1, MaskTypes, SliceTable, merge
 from magi_attention.compat.dynamic.algorithms import DynamicAttnAlgorithm
+from magi_attention.compat.metas import A2AVBasedGroupCollectiveArg, AttnArg, CalcMeta, CommMeta, DispatchMeta
+from magi_attention.compat.metas.builders import slice_table
 from magi_attention.compat.values.rectangles import AttnRectangles
 from magi_attention.errors import ContractError
 from magi_attention.meta.chunking import split_by_chunk
-from magi_attention.meta.collection import A2AVBasedGroupCollectiveArg, AttnArg, CalcMeta, CommMeta, DispatchMeta
-from magi_attention.meta.metas import slice_table
 from magi_attention.meta.rank_plan import cut_by_windows, local_slices
 from magi_attention.meta.solver.placement import Ints
 

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import torch
 
+from magi_attention.api.keys.dispatch_meta import DispatchMeta
 from magi_attention.comm.collectives.gather import Group
 from magi_attention.comm.transport.torch import as_transport
 from magi_attention.common.enum import AttnType
@@ -20,7 +21,6 @@ from magi_attention.common.slices import SliceTable
 from magi_attention.errors import ContractError, UnsupportedError
 from magi_attention.functional.tokens import layout as token_layout
 from magi_attention.functional.tokens.layout import TokenLayout
-from magi_attention.meta.collection import DispatchMeta
 from magi_attention.meta.planner import plan_for_partitions
 
 __all__ = ["dispatch_func", "roll_func", "roll_p2p", "roll_simple_func", "roll_simple_p2p", "undispatch_func"]

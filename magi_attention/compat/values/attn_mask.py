@@ -16,10 +16,10 @@ from magi_attention.common.enum import AttnMaskType
 from magi_attention.common.infer import dense_slices
 from magi_attention.common.range import AttnRange
 from magi_attention.common.ranges import AttnRanges
-from magi_attention.common.rows import RowIntervals
 from magi_attention.common.scalars import as_bools
 from magi_attention.common.slices import INVCAUSAL, K0, K1, Q0, Q1, TYPE, SliceTable
 from magi_attention.compat.figures import drawn
+from magi_attention.compat.values.rows import RowIntervals
 from magi_attention.errors import ContractError, UnsupportedError
 
 if TYPE_CHECKING:

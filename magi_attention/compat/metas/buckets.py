@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Slices grouped by chunk and by rank, as the published API shows them."""
+"""Slices grouped by chunk and by rank."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import chain
 
 import numpy as np
 
@@ -160,3 +161,43 @@ class AttnBucket(_Keys):
     @property
     def areas(self) -> list[int]:
         return [chunk.area for chunk in self.q_chunks]
+
+
+@dataclass
+class HostRankEntry:
+    """Ranges and slices of one rank; ``*_per_chunk`` by chunk of remote keys. Filled by whoever wants one."""
+
+    host_q_ranges_global: AttnRanges
+    host_k_ranges_global: AttnRanges
+    attn_calc_slice_global_list: list[AttnSlice]
+    attn_calc_host_slice_local_list: list[AttnSlice]
+    remote_k_ranges_global: AttnRanges
+    remote_k_ranges_global_per_chunk: list[AttnRanges]
+    attn_calc_remote_slice_list_per_chunk: list[list[MultiKAttnSlice]]
+
+    def __post_init__(self) -> None:
+        ranges, slices = len(self.remote_k_ranges_global_per_chunk), len(self.attn_calc_remote_slice_list_per_chunk)
+        if ranges != slices:
+            raise ContractError(f"{ranges} chunks of remote ranges and {slices} of slices; give as many of both.")
+
+    def get_host_calc_area(self) -> int:
+        return sum(piece.area for piece in self.attn_calc_host_slice_local_list)
+
+    def get_remote_calc_area(self, chunk_idx: int | None = None) -> int:
+        """Pairs of one chunk, or of all."""
+        chunks = self.attn_calc_remote_slice_list_per_chunk
+        return sum(p.area for p in (chain.from_iterable(chunks) if chunk_idx is None else chunks[chunk_idx]))
+
+    def get_remote_comm_size(self, chunk_idx: int | None = None) -> int:
+        """Tokens of one chunk, or of all."""
+        chunks = self.remote_k_ranges_global_per_chunk
+        return sum(r.total_seqlen for r in (chunks if chunk_idx is None else [chunks[chunk_idx]]))
+
+
+@dataclass
+class RemoteRankEntry:
+    """What one rank gets from the others for one chunk."""
+
+    host_k_ranges_global: AttnRanges
+    remote_k_ranges_global: AttnRanges
+    attn_calc_remote_slice_local_list: list[MultiKAttnSlice]

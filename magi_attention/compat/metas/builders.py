@@ -1,49 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The published builders, as views of plans: buckets, dispatch metas, calc and comm metas."""
+"""The published builders, as views of plans: buckets, and metas of what a rank computes and exchanges."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
-from magi_attention.common.enum import AttnMaskType, AttnRole, AttnType
-from magi_attention.common.ranges import AttnRanges
-from magi_attention.common.slices import MaskTypes, SliceTable
-from magi_attention.config import DispatchConfig, OverlapConfig
-from magi_attention.errors import ContractError, UnsupportedError
-from magi_attention.meta.chunking import Cut, chunk_bounds, split_by_chunk
-from magi_attention.meta.collection import (
-    A2AVBasedGroupCollectiveArg,
-    AttnArg,
-    CalcMeta,
-    CommMeta,
+from magi_attention.api.keys.dispatch_meta import (
     DispatchMeta,
+    make_dispatch_meta_from_qk_ranges,
+    plan_of_metas,
+    slice_table,
 )
-from magi_attention.meta.container import AttnBucket, AttnChunk, AttnSlice
-from magi_attention.meta.dispatch import solve_dispatch
+from magi_attention.common.enum import AttnMaskType
+from magi_attention.common.ranges import AttnRanges
+from magi_attention.common.slices import MaskTypes
+from magi_attention.compat.metas.buckets import AttnBucket, AttnChunk, AttnSlice
+from magi_attention.compat.metas.calc_meta import AttnArg, CalcMeta
+from magi_attention.compat.metas.comm_meta import A2AVBasedGroupCollectiveArg, CommMeta
+from magi_attention.config import OverlapConfig
+from magi_attention.errors import ContractError
+from magi_attention.meta.chunking import chunk_bounds, split_by_chunk
 from magi_attention.meta.plan import Plan
-from magi_attention.meta.planner import PlanOptions, plan_for_partitions
 
-
-def slice_table(q_ranges: AttnRanges, k_ranges: AttnRanges, attn_mask_type: MaskTypes) -> SliceTable:
-    """From the published triple; one type is used for all slices."""
-    return SliceTable.from_ranges(q_ranges.to_naive_ranges(), k_ranges.to_naive_ranges(), attn_mask_type)
-
-
-def check_source_flags(is_same_source: bool, is_q_permutable: bool, is_k_permutable: bool) -> None:
-    """Only self-attention with freely permuted tokens exists."""
-    if (is_same_source, is_q_permutable, is_k_permutable) == (True, True, True):
-        return
-    if is_same_source and is_q_permutable != is_k_permutable:
-        raise ContractError(
-            "is_same_source=True needs is_q_permutable and is_k_permutable to be equal: one sequence has one order."
-        )
-    raise UnsupportedError(
-        "Only is_same_source=True, is_q_permutable=True, is_k_permutable=True is implemented (self-attention)."
-    )
+__all__ = [
+    "DistAttnSolver",
+    "calc_meta",
+    "comm_meta",
+    "make_attn_meta_from_dispatch_meta",
+    "make_bucket_per_rank_from_qk_ranges",
+    "make_dispatch_meta_from_qk_ranges",
+    "make_global_bucket_from_qk_ranges",
+    "slice_table",
+]
 
 
 def make_global_bucket_from_qk_ranges(
@@ -86,92 +75,6 @@ def make_bucket_per_rank_from_qk_ranges(
         sort,
     )
     return [AttnBucket(r, [bucket.q_chunks[c] for c in part]) for r, part in enumerate(dispatch_meta.partitions)]
-
-
-def dispatch_metas(plan: Plan, rank: int) -> tuple[DispatchMeta, DispatchMeta]:
-    """The dispatch of a plan as metas for queries and keys; both hold the same partition."""
-    perm = [chunk for part in plan.partitions for chunk in part]
-    uneven = plan.uneven_shard
-    both = [
-        DispatchMeta(
-            attn_role=role,
-            attn_type=AttnType.SELF_ATTN,
-            total_seqlen=plan.padded_tokens,
-            shard_seqlen=plan.shard_sizes[rank],
-            max_valid_ids=plan.total_tokens,
-            chunk_size=plan.chunk_size,
-            num_chunks=plan.num_chunks,
-            cp_rank=rank,
-            cp_size=plan.cp_size,
-            partitions=[list(part) for part in plan.partitions],
-            partitions_perm_idxs=perm,
-            partitions_unperm_idxs=np.argsort(perm).tolist(),
-            chunk_actual_sizes=np.diff(plan.chunk_ranges, axis=1)[:, 0].tolist() if uneven else None,
-            split_sizes=list(plan.shard_sizes) if uneven else None,
-        )
-        for role in (AttnRole.QUERY, AttnRole.KEY)
-    ]
-    return both[0], both[1]
-
-
-def make_dispatch_meta_from_qk_ranges(
-    q_ranges: AttnRanges,
-    k_ranges: AttnRanges,
-    attn_mask_type: MaskTypes,
-    total_seqlen_q: int,
-    total_seqlen_k: int,
-    chunk_size: int,
-    cp_size: int,
-    cp_rank: int,
-    dispatch_config: DispatchConfig,
-    is_same_source: bool = True,
-    is_q_permutable: bool = True,
-    is_k_permutable: bool = True,
-    uneven_shard: bool = False,
-) -> tuple[DispatchMeta, DispatchMeta]:
-    """Solves the dispatch of a padded mask; without ``uneven_shard`` the chunks must divide over the ranks."""
-    check_source_flags(is_same_source, is_q_permutable, is_k_permutable)
-    if total_seqlen_q != total_seqlen_k:
-        raise ContractError(f"total_seqlen_q {total_seqlen_q} != total_seqlen_k {total_seqlen_k}: self-attention only.")
-    if not uneven_shard and total_seqlen_q % (chunk_size * cp_size):
-        raise ContractError(
-            f"{total_seqlen_q} tokens do not divide into chunks of {chunk_size} over {cp_size} ranks; pad by "
-            "compute_pad_size(total, cp_size, chunk_size) or use uneven_shard."
-        )
-    slices = slice_table(q_ranges, k_ranges, attn_mask_type)
-    bounds = chunk_bounds(total_seqlen_q, chunk_size)
-    pieces, chunk_of, slice_of = split_by_chunk(slices.array, bounds)
-    config = replace(dispatch_config, chunk_size=chunk_size, uneven_shard=uneven_shard)
-    partitions = solve_dispatch(Cut(pieces, chunk_of, bounds), slice_of, cp_size, config)
-    pad = padding_of(slices, total_seqlen_q)
-    plan = plan_for_partitions(slices, total_seqlen_q - pad, pad, chunk_size, partitions, uneven_shard=uneven_shard)
-    return dispatch_metas(plan, cp_rank)
-
-
-def padding_of(slices: SliceTable, total: int) -> int:
-    """Pad tokens of a mask extended by ``apply_padding``: its last slice is the pad rows with no keys."""
-    if len(slices):
-        q0, q1, k0, k1, _ = slices.array[-1].tolist()
-        if q1 == total and (k0, k1) == (0, 0) and q0 > 0:
-            return int(q1 - q0)
-    return 0
-
-
-def plan_of_metas(
-    slices: SliceTable, meta: DispatchMeta, overlap: OverlapConfig, heads: tuple[int, int, int],
-    query_moves: str = "never",
-) -> Plan:  # fmt: skip
-    """The plan of a padded mask under the partition of ``meta``."""
-    return plan_for_partitions(
-        slices,
-        min(meta.max_valid_ids, meta.total_seqlen),
-        meta.total_seqlen - min(meta.max_valid_ids, meta.total_seqlen),
-        meta.chunk_size,
-        meta.partitions,
-        PlanOptions(*heads, query_moves=query_moves),
-        overlap=overlap,
-        uneven_shard=meta.chunk_actual_sizes is not None,
-    )
 
 
 def calc_meta(plan: Plan, rank: int) -> CalcMeta:

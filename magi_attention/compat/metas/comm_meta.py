@@ -78,6 +78,10 @@ class A2AVBasedGroupCollectiveArg(GroupCollectiveArg):
     """The all-to-all-v form; the layout is prepared by the runtime."""
 
 
+class NativeGroupCollectiveArg(GroupCollectiveArg):
+    """Arguments of the native collectives, which take the plain ones here."""
+
+
 @dataclass
 class CommMeta:
     """Group collectives of one rank, one per remote stage; those of queries, whose outputs go back by the transpose,

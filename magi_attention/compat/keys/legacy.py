@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from magi_attention.api.key import DistAttnRuntimeKey
-from magi_attention.api.magi_attn_interface import dispatch, magi_attn_flex_key, magi_attn_varlen_key
+from magi_attention.api.keys.interface import dispatch, magi_attn_flex_key, magi_attn_varlen_key
+from magi_attention.api.keys.key import DistAttnRuntimeKey
 from magi_attention.errors import ContractError
 
 _VARLEN_ORDER = ("num_heads_q", "num_heads_kv", "head_dim", "pad_size", "cp_group_or_mesh", "causal", "window_size")

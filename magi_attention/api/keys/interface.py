@@ -24,8 +24,9 @@ from magi_attention.api.compiled.rows import (
     compiled_roll,
     compiled_shard,
 )
-from magi_attention.api.functools import apply_padding, infer_attn_mask_from_cu_seqlens
-from magi_attention.api.key import (
+from magi_attention.api.keys.dispatch_meta import check_source_flags, slice_table
+from magi_attention.api.keys.helpers import apply_padding, infer_attn_mask_from_cu_seqlens
+from magi_attention.api.keys.key import (
     DistAttnRuntimeKey,
     check_ranges,
     init_dist_attn_runtime_key,
@@ -33,7 +34,7 @@ from magi_attention.api.key import (
     resolve_group,
     with_chunk_size,
 )
-from magi_attention.api.manager import DistAttnRuntimeDictManager, RuntimeManager
+from magi_attention.api.keys.manager import DistAttnRuntimeDictManager, RuntimeManager
 from magi_attention.api.planning.balance_hint import advise_balance, advise_other_mask
 from magi_attention.api.planning.group_nodes import with_nodes
 from magi_attention.comm.transport.torch import as_transport
@@ -47,7 +48,7 @@ from magi_attention.errors import ContractError, UnknownKeyError
 from magi_attention.functional.calls.attention_check import note_call
 from magi_attention.functional.tokens import documents
 from magi_attention.functional.tokens import layout as token_layout
-from magi_attention.meta import chunking, metas
+from magi_attention.meta import chunking
 from magi_attention.meta.chunking import resolve_chunk_size
 from magi_attention.meta.plan import Plan
 from magi_attention.meta.planner import PlanOptions, build_plan, check_heads, plan_for_partitions
@@ -89,7 +90,7 @@ def magi_attn_flex_key(
     """
     check_ranges(q_ranges, k_ranges)
     config = with_chunk_size(dist_attn_config or DistAttnConfig(), chunk_size, pad_size)
-    metas.check_source_flags(is_same_source, is_q_permutable, is_k_permutable)
+    check_source_flags(is_same_source, is_q_permutable, is_k_permutable)
     types = normalize_types(attn_mask_type, len(q_ranges))
     if total_seqlen_q != total_seqlen_k:
         raise ContractError(
@@ -99,7 +100,7 @@ def magi_attn_flex_key(
     group, mesh = resolve_group(cp_group_or_mesh, flags)
     config = with_nodes(config, group, mesh, flags)
     check_heads(num_heads_q, num_heads_kv, head_dim)
-    mask = Mask(metas.slice_table(q_ranges, k_ranges, types), total_seqlen_q, total_seqlen_k)
+    mask = Mask(slice_table(q_ranges, k_ranges, types), total_seqlen_q, total_seqlen_k)
     cp_size, uneven = as_transport(group).size, config.dispatch_config.uneven_shard
     chunk = resolve_chunk_size(mask.total_q, cp_size, config.dispatch_config.chunk_size, flags.min_chunks_per_rank)
     pad = chunking.pad_size(mask.total_q, cp_size, chunk, uneven)
@@ -174,7 +175,7 @@ def make_flex_key_for_new_mask_after_dispatch(
     check_ranges(q_ranges, k_ranges)
     types = normalize_types(attn_mask_type, len(q_ranges))
     total = old.plan.total_tokens
-    mask = Mask(metas.slice_table(q_ranges, k_ranges, types), total, total)
+    mask = Mask(slice_table(q_ranges, k_ranges, types), total, total)
     config = DistAttnConfig(
         dispatch_config=key_for_dispatch.dist_attn_config.dispatch_config,
         overlap_config=(dist_attn_config or key_for_dispatch.dist_attn_config).overlap_config,

@@ -7,16 +7,16 @@ from __future__ import annotations
 from typing import Any
 
 from magi_attention import env
-from magi_attention.api.key import DistAttnRuntimeKey, init_dist_attn_runtime_key
-from magi_attention.api.manager import DistAttnRuntimeDict, RuntimeManager, init_dist_attn_runtime_mgr
+from magi_attention.api.keys.dispatch_meta import DispatchMeta, check_source_flags
+from magi_attention.api.keys.key import DistAttnRuntimeKey, init_dist_attn_runtime_key
+from magi_attention.api.keys.manager import DistAttnRuntimeDict, RuntimeManager, init_dist_attn_runtime_mgr
 from magi_attention.common.ranges import AttnRanges
-from magi_attention.compat.grpcoll import grpcoll_buffer_mgr
+from magi_attention.compat.comm.grpcoll import grpcoll_buffer_mgr
+from magi_attention.compat.metas.builders import DistAttnSolver
 from magi_attention.config import DistAttnConfig
 from magi_attention.env.snapshot import RuntimeFlags, check_flag_comb
 from magi_attention.errors import ContractError
 from magi_attention.functional.runtime import AttnRuntime
-from magi_attention.meta.collection import DispatchMeta
-from magi_attention.meta.metas import check_source_flags
 
 __all__ = [
     "DistAttnRuntimeDict",
@@ -27,6 +27,18 @@ __all__ = [
     "init_dist_attn_runtime_mgr",
     "init_grpcoll_buffer_mgr",
 ]
+
+
+def _attn_solver(manager: RuntimeManager) -> DistAttnSolver:
+    """The solver in its published form, solved."""
+    heads = (manager.num_heads_q, manager.num_heads_kv, manager.head_dim)
+    solver = DistAttnSolver(*heads, manager.plan.overlap, manager.cp_group, manager.cp_mesh)
+    solver.plan, solver.rank = manager.plan, manager.transport.rank
+    return solver
+
+
+# Published attributes are there on every manager, and the core has no use for this one.
+setattr(RuntimeManager, "attn_solver", property(_attn_solver))  # noqa: B010
 
 
 class _InstancesAreManagers(type):

@@ -12,7 +12,7 @@ from magi_attention.comm.collectives.gather import (
 )
 from magi_attention.comm.collectives.group import group_cast, group_reduce
 from magi_attention.comm.collectives.work import GeneralWork, WorkWithPostProcessFn
-from magi_attention.compat.grpcoll import GrpCollBuffer, GrpCollBufferMgr, grpcoll_buffer_mgr
+from magi_attention.compat.comm.grpcoll import GrpCollBuffer, GrpCollBufferMgr, grpcoll_buffer_mgr
 
 __all__ = [
     "GeneralWork",

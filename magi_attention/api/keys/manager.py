@@ -12,7 +12,16 @@ import numpy as np
 import torch
 from torch.distributed import ProcessGroup
 
-from magi_attention.api.key import DistAttnRuntimeKey, group_ranks, refuse_pickling
+from magi_attention.api.keys.attn_arg import AttnArg
+from magi_attention.api.keys.dispatch_meta import (
+    DispatchMeta,
+    check_source_flags,
+    dispatch_metas,
+    make_dispatch_meta_from_qk_ranges,
+    plan_of_metas,
+    slice_table,
+)
+from magi_attention.api.keys.key import DistAttnRuntimeKey, group_ranks, refuse_pickling
 from magi_attention.api.planning.group_nodes import is_hierarchical, node_levels, with_nodes
 from magi_attention.api.policy import policy_from_flags
 from magi_attention.comm.transport.process_groups import at_destruction, check_alive, is_destroyed
@@ -30,8 +39,6 @@ from magi_attention.functional.dist_attn import dist_attn
 from magi_attention.functional.runtime import AttnRuntime
 from magi_attention.functional.tokens import layout as token_layout
 from magi_attention.kernels import default_registry
-from magi_attention.meta import metas
-from magi_attention.meta.collection import AttnArg, DispatchMeta
 from magi_attention.meta.plan import Plan
 from magi_attention.meta.planner import plan_by_head_groups
 
@@ -60,7 +67,7 @@ class RuntimeManager:
         self.is_cleared = False
         self.transport = as_transport(cp_group)
         self.layout = token_layout.TokenLayout(plan, self.transport)
-        self.dispatch_meta_q, self.dispatch_meta_k = metas.dispatch_metas(plan, self.transport.rank)
+        self.dispatch_meta_q, self.dispatch_meta_k = dispatch_metas(plan, self.transport.rank)
         hierarchy = node_levels(self.transport, cp_mesh, flags) if is_hierarchical(self.transport, flags) else None
         policy = policy_from_flags(flags)
         groups, computed = 1, plan
@@ -135,7 +142,7 @@ class RuntimeManager:
         ``return_host_only`` the q ranges count this rank's local rows; otherwise they are the global pieces of
         all ranks, in rank order. Rows of no q range attend to nothing. ``ContractError`` if this rank holds none.
         """
-        types = metas.slice_table(ref_xattn_q_ranges, ref_xattn_k_ranges, attn_mask_type).array[:, 4]
+        types = slice_table(ref_xattn_q_ranges, ref_xattn_k_ranges, attn_mask_type).array[:, 4]
         if types.any():
             raise ContractError("get_xattn_args supports AttnMaskType.FULL only; give full slices.")
         q, k = as_intervals(ref_xattn_q_ranges.to_naive_ranges()), as_intervals(ref_xattn_k_ranges.to_naive_ranges())
@@ -165,14 +172,6 @@ class RuntimeManager:
     @property
     def ref_k_ranges(self) -> AttnRanges:
         return AttnRanges.from_ranges(self.plan.slices.array[:, 2:4].tolist())
-
-    @property
-    def attn_solver(self) -> metas.DistAttnSolver:
-        """The solver in its published form, solved."""
-        heads = (self.num_heads_q, self.num_heads_kv, self.head_dim)
-        solver = metas.DistAttnSolver(*heads, self.plan.overlap, self.cp_group, self.cp_mesh)
-        solver.plan, solver.rank = self.plan, self.transport.rank
-        return solver
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, RuntimeManager):
@@ -214,7 +213,7 @@ def init_dist_attn_runtime_mgr(
     """A manager for a padded mask. With both reference metas their partition is used and nothing is dispatched
     anew, so any partition of one's own (zig-zag, say) can be brought."""
     config = dist_attn_config or DistAttnConfig()
-    metas.check_source_flags(is_same_source, is_q_permutable, is_k_permutable)
+    check_source_flags(is_same_source, is_q_permutable, is_k_permutable)
     flags = RuntimeFlags.from_env()
     transport = as_transport(cp_group)
     config = with_nodes(config, cp_group, cp_mesh, flags)
@@ -222,7 +221,7 @@ def init_dist_attn_runtime_mgr(
         raise ContractError("Give both ref_dispatch_meta_q and ref_dispatch_meta_k, or neither.")
     meta = ref_dispatch_meta_q
     if meta is None:
-        meta, _ = metas.make_dispatch_meta_from_qk_ranges(
+        meta, _ = make_dispatch_meta_from_qk_ranges(
             q_ranges,
             k_ranges,
             attn_mask_type,
@@ -236,9 +235,9 @@ def init_dist_attn_runtime_mgr(
         )
     elif ref_dispatch_meta_k.partitions != meta.partitions:
         raise UnsupportedError("Queries and keys must share one partition; the two reference metas differ.")
-    slices: SliceTable = metas.slice_table(q_ranges, k_ranges, attn_mask_type)
+    slices: SliceTable = slice_table(q_ranges, k_ranges, attn_mask_type)
     heads = (num_heads_q, num_heads_kv, head_dim)
-    plan = metas.plan_of_metas(slices, meta, config.overlap_config, heads, flags.query_moves)
+    plan = plan_of_metas(slices, meta, config.overlap_config, heads, flags.query_moves)
     return RuntimeManager(plan, cp_group, flags, config, cp_mesh)
 
 
