@@ -14,7 +14,7 @@ from pathlib import Path
 
 from magi_attention.cli import launch, output
 from magi_attention.cli.bench import add_bench
-from magi_attention.cli.common import UsageError, token_count
+from magi_attention.cli.common import UsageError, add_script_command, token_count
 from magi_attention.cli.completion import add_completion
 from magi_attention.cli.dev import add_dev
 from magi_attention.cli.doctor import command_collect_env, command_doctor
@@ -143,13 +143,8 @@ def parser() -> argparse.ArgumentParser:
     top = _Parser(prog="magi", description="Context-parallel attention: run, explain, test.")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    run = commands.add_parser(
-        "run",
-        help="train a small model over several ranks and report, or launch a script",
-        usage="magi run [options]   or   magi run [options] SCRIPT [-- ARGUMENTS]",
-    )
-    run.set_defaults(function=command_run_or_launch)
-    run.add_argument("script", nargs="?", help="started by torchrun on every rank; the example without it")
+    text = "train a small model over several ranks and report, or launch a script"
+    run = add_script_command(commands, "run", text, command_run_or_launch)
     run.add_argument("--data", help="text file or folder; the standard library's sources without it")
     run.add_argument("--ranks", type=int, help="4 on the CPU; all GPUs up to 4 where there are two or more")
     run.add_argument("--steps", type=int, default=30)

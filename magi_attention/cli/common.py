@@ -10,7 +10,7 @@ import re
 import signal
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from magi_attention.env import launch as env
@@ -64,6 +64,17 @@ def make_folder(name: str | Path, option: str) -> Path:
             f"Files cannot be written to {folder} ({error.strerror}); choose another folder with {option}."
         ) from None
     return folder
+
+
+def add_script_command(
+    commands: argparse._SubParsersAction, name: str, text: str, function: Callable[[argparse.Namespace], int]
+) -> argparse.ArgumentParser:
+    """A command that runs an example, or the script behind its name."""
+    usage = f"magi {name} [options]   or   magi {name} [options] SCRIPT [-- ARGUMENTS]"
+    parser = commands.add_parser(name, help=text, usage=usage)
+    parser.set_defaults(function=function)
+    parser.add_argument("script", nargs="?", help="started by torchrun on every rank; the example without it")
+    return parser
 
 
 def need_matplotlib() -> None:

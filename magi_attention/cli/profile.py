@@ -8,7 +8,15 @@ import json
 from pathlib import Path
 
 from magi_attention.cli import launch
-from magi_attention.cli.common import UsageError, make_folder, need_matplotlib, show_table, source_file, token_count
+from magi_attention.cli.common import (
+    UsageError,
+    add_script_command,
+    make_folder,
+    need_matplotlib,
+    show_table,
+    source_file,
+    token_count,
+)
 
 FOLDER = "runs/profile"
 MODULE = "magi_attention.tools.profiling.record"
@@ -16,13 +24,8 @@ _EXAMPLE = {"ranks": None, "seq_len": 8192, "device": "auto", "degree": 1}  # op
 
 
 def add_profile(commands: argparse._SubParsersAction) -> None:
-    parser = commands.add_parser(
-        "profile",
-        help="where the time of a training step goes, on every rank",
-        usage="magi profile [options]   or   magi profile [options] SCRIPT [-- ARGUMENTS]",
-    )
-    parser.set_defaults(function=command_profile)
-    parser.add_argument("script", nargs="?", help="started by torchrun on every rank; the example without it")
+    text = "where the time of a training step goes, on every rank"
+    parser = add_script_command(commands, "profile", text, command_profile)
     parser.add_argument("--out", help=f"folder for traces, pictures and page; {FOLDER} without it")
     parser.add_argument("--skip", type=int, default=2, help="optimizer steps before the profiled ones; 2 without it")
     parser.add_argument("--steps", type=int, default=2, help="optimizer steps that are profiled; 2 without it")

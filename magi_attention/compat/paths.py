@@ -134,7 +134,8 @@ NAMES: dict[str, dict[str, str]] = {
         "compat.functional.dispatch": "dispatch_func undispatch_func roll_func roll_simple_func",
         "compat.functional.dist_attn": "dist_attn_func",
         "compat.functional.fa4": "ffa_fa4_func",
-        "compat.functional.softmax": "correct_attn_fwd_result",
+        "compat.functional.softmax": "correct_attn_fwd_result correct_attn_lse correct_attn_lse_with_sink "
+        "correct_attn_out correct_attn_out_lse correct_attn_out_lse_with_sink correct_attn_out_with_sink",
     },
     "functional.dist_attn": {"compat.functional.dist_attn": "DistAttnRuntime dist_attn_func"},
     "functional.flex_flash_attn": {
@@ -144,6 +145,10 @@ NAMES: dict[str, dict[str, str]] = {
     "meta": {
         "compat.metas.builders": "make_attn_meta_from_dispatch_meta make_bucket_per_rank_from_qk_ranges "
         "make_dispatch_meta_from_qk_ranges make_global_bucket_from_qk_ranges",
+    },
+    "meta.solver.dispatch_solver": {
+        "config": "BSDispatchAlg BTPDispatchAlg DPDispatchAlg DispatchConfig LBDispatchAlg "
+        "MinHeapDispatchAlg SequentialDispatchAlg",
     },
     "testing": {
         "compat.testing": "RUN_IN_MP",

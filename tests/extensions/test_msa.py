@@ -11,10 +11,9 @@ from dense import dense_attention
 
 from magi_attention import api
 from magi_attention.comm.transport.fake import FakeWorld
-from magi_attention.config import DispatchConfig, DistAttnConfig
+from magi_attention.config import DispatchConfig, DistAttnConfig, MinHeapDispatchAlg
 from magi_attention.errors import ContractError, UnsupportedError
 from magi_attention.kernels.index_attn import reference
-from magi_attention.meta.solver.dispatch_solver import MinHeapDispatchAlg
 from magi_attn_extensions import MSA
 from magi_attn_extensions.MSA import selection
 

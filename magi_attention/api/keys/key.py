@@ -7,7 +7,7 @@ import warnings
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from operator import attrgetter
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -25,9 +25,30 @@ from magi_attention.env.snapshot import RuntimeFlags, check_flag_comb
 from magi_attention.errors import ContractError, UnsupportedError
 from magi_attention.functional.calls.attention_check import PlanMark
 
+if TYPE_CHECKING:
+    from typing import Self
+
+
+class GroupBound:
+    """A value of one process group, which never changes: a copy of a model that holds it runs in the same group."""
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: dict) -> Self:
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise UnsupportedError(
+            f"A {type(self).__name__} cannot be pickled, because it belongs to a process group of this process. Keep "
+            "what it was made of, that is the ranges (or cu_seqlens), mask types and configuration, and make a key of "
+            "them where it is wanted; or keep a Plan (make_plan), which can be pickled. To save a module that holds a "
+            "key, save its state_dict."
+        )
+
 
 @dataclass(frozen=True, eq=False)
-class DistAttnRuntimeKey:
+class DistAttnRuntimeKey(GroupBound):
     """Frozen and hashable; equality is over all fields whose names have no underscore. Ranges and totals count pads.
 
     ``flags`` is the environment as it was when the key was made. ``dispatch_identity`` tells keys apart that
@@ -79,16 +100,6 @@ class DistAttnRuntimeKey:
     def __hash__(self) -> int:
         return self._hash
 
-    def __copy__(self) -> DistAttnRuntimeKey:
-        return self
-
-    def __deepcopy__(self, memo: dict) -> DistAttnRuntimeKey:
-        """The key itself, a value that never changes: a copy of a model that holds it runs in the same group."""
-        return self
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        refuse_pickling("DistAttnRuntimeKey")
-
     @cached_property
     def cp_ranks(self) -> tuple[int, ...]:
         """Global ranks of the group, ascending; caches are kept per such tuple."""
@@ -104,15 +115,6 @@ class DistAttnRuntimeKey:
     kernel_backend = property(attrgetter("flags.kernel_backend"))
     precision = property(attrgetter("flags.precision"))
     is_auto_range_merge_enable = property(attrgetter("flags.auto_range_merge"))
-
-
-def refuse_pickling(kind: str) -> NoReturn:
-    """For what belongs to one process group."""
-    raise UnsupportedError(
-        f"A {kind} cannot be pickled, because it belongs to a process group of this process. Keep what it was made of, "
-        "that is the ranges (or cu_seqlens), mask types and configuration, and make a key of them where it is wanted; "
-        "or keep a Plan (make_plan), which can be pickled. To save a module that holds a key, save its state_dict."
-    )
 
 
 def group_ranks(cp_group: Any) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from magi_attention.api.keys.dispatch_meta import (
     plan_of_metas,
     slice_table,
 )
-from magi_attention.api.keys.key import DistAttnRuntimeKey, group_ranks, refuse_pickling
+from magi_attention.api.keys.key import DistAttnRuntimeKey, GroupBound, group_ranks
 from magi_attention.api.planning.group_nodes import is_hierarchical, node_levels, with_nodes
 from magi_attention.api.policy import policy_from_flags
 from magi_attention.comm.transport.process_groups import at_destruction, check_alive, is_destroyed
@@ -46,7 +46,7 @@ _WEIGHED = 2  # keys
 _LEAST = 4  # keys that stay whatever their weight: layers of a model may take turns at masks
 
 
-class RuntimeManager:
+class RuntimeManager(GroupBound):
     """Moves tensors and runs attention for one key. Equality is by plan and configuration."""
 
     def __init__(
@@ -180,15 +180,6 @@ class RuntimeManager:
         return mine == (other.plan, other.transport.rank, other.flags, other.dist_attn_config)
 
     __hash__ = object.__hash__
-
-    def __copy__(self) -> RuntimeManager:
-        return self
-
-    def __deepcopy__(self, memo: dict) -> RuntimeManager:
-        return self
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        refuse_pickling("runtime manager")
 
 
 def init_dist_attn_runtime_mgr(

@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import torch
 
-from magi_attention.compat.functional.backend_call import AttnArg, Gradients, options_for, run_backward, run_forward
+from magi_attention.compat.functional.backend_call import AttnArg, BackendCalls, options_for
 from magi_attention.kernels.ffa.custom_ops import flex_fwd
 from magi_attention.kernels.registry import default_registry
-from magi_attention.kernels.types import Problem
+
+_CALLS = BackendCalls(lambda problem: default_registry().select(problem, "fa4")[0])
+
+fa4_bwd = _CALLS.bwd
 
 
 def fa4_fwd(
@@ -27,31 +30,8 @@ def fa4_fwd(
     sink_layout: str = "sh",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``(out (Tq, Hq, Dv) in q's dtype, lse (Tq, Hq))``; no autograd. Scale defaults to ``D ** -0.5``."""
-    options = options_for(q, softmax_scale, softcap, sink_layout)
-    backend, _ = default_registry().select(Problem.of(q, k, v, options, sink), "fa4")
-    out, meta = run_forward(backend, q, k, v, sink, attn_arg, options)
+    out, meta = _CALLS.fwd(q, k, v, sink, attn_arg, softmax_scale, softcap, sink_layout)
     return out, meta.lse
-
-
-def fa4_bwd(
-    do: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    sink: torch.Tensor | None,
-    o: torch.Tensor,
-    lse: torch.Tensor,
-    attn_arg: AttnArg,
-    softmax_scale: float | None = None,
-    softcap: float = 0.0,
-    sink_layout: str = "sh",
-    deterministic: bool = False,
-) -> Gradients:
-    """``(dq, dk, dv, dsink)`` in the dtypes of q, k, v, sink. ``o`` and ``lse`` are final, sinks included."""
-    options = options_for(q, softmax_scale, softcap, sink_layout, deterministic=deterministic)
-    problem = Problem.of(q, k, v, options, sink, needs_backward=True)
-    backend, _ = default_registry().select(problem, "fa4")
-    return run_backward(backend, do, q, k, v, sink, o, lse, attn_arg, options)
 
 
 def ffa_fa4_func(

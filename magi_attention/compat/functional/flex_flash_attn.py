@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -34,6 +36,21 @@ def maybe_profile_ffa_ctx(event_name: str) -> Iterator[None]:
         stop_event(event_name)
 
 
+_FLEX = inspect.signature(flex_flash_attn_func).parameters
+# The published order: these first, without defaults; then the rest of ours; then what index attention took.
+_FIRST = ("q", "k", "v", "sink", "sink_layout", "q_ranges", "k_ranges", "attn_type_map")
+_NOT_THERE = {*_FIRST, "index_attn_indices", "q_block_size", "k_block_size"}
+_INDEX_ATTN = ("index_attn_indices_2d", "index_attn_max_topk")
+_EITHER = inspect.Parameter.POSITIONAL_OR_KEYWORD
+_PUBLISHED = inspect.Signature(
+    [
+        *(_FLEX[name].replace(kind=_EITHER, default=inspect.Parameter.empty) for name in _FIRST),
+        *(x.replace(kind=_EITHER) for name, x in _FLEX.items() if name not in _NOT_THERE),
+        *(inspect.Parameter(name, _EITHER, default=None) for name in _INDEX_ATTN),
+    ]
+)
+
+
 class FlexFlashAttnFunc:
     """``apply`` takes the arguments of the published autograd function in its order.
 
@@ -41,46 +58,16 @@ class FlexFlashAttnFunc:
     """
 
     @staticmethod
-    def apply(
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        sink: torch.Tensor | None,
-        sink_layout: str,
-        q_ranges: torch.Tensor,
-        k_ranges: torch.Tensor,
-        attn_type_map: torch.Tensor | None,
-        softmax_scale: float | None = None,
-        softcap: float = 0.0,
-        deterministic: bool = False,
-        sm_margin: int = 0,
-        disable_fwd_atomic_reduction: bool = False,
-        disable_bwd_dkv_atomic_reduction: bool = False,
-        ref_block_size: tuple[int, int] | None = None,
-        max_seqlen_q: int | None = None,
-        auto_range_merge: bool = False,
-        swap_ab: bool = False,
-        pack_gqa: bool = False,
-        cat_gqa: bool = False,
-        sparse_load: bool = False,
-        index_attn: bool = False,
-        swap_bwd_qk_loop: bool = False,
-        return_max_logits: bool = False,
-        index_attn_indices_2d: torch.Tensor | None = None,
-        index_attn_max_topk: int | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """``(out, lse, max_logits or None)``; see ``flex_flash_attn_func``."""
-        if index_attn or index_attn_indices_2d is not None:
+    def apply(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """``(out, lse, max_logits or None)``; see ``flex_flash_attn_func``. ``TypeError`` for other arguments."""
+        given = _PUBLISHED.bind(*args, **kwargs).arguments
+        given.pop("index_attn_max_topk", None)
+        if given.pop("index_attn", False) or given.pop("index_attn_indices_2d", None) is not None:
             raise UnsupportedError(
                 "Index attention goes by flex_flash_attn_func(..., index_attn_indices=...); call it."
             )
-        out, meta = flex_flash_attn_func(
-            q, k, v, q_ranges, k_ranges, attn_type_map, sink=sink, sink_layout=sink_layout,
-            softmax_scale=softmax_scale, softcap=softcap, deterministic=deterministic, sm_margin=sm_margin,
-            disable_fwd_atomic_reduction=disable_fwd_atomic_reduction,
-            disable_bwd_dkv_atomic_reduction=disable_bwd_dkv_atomic_reduction, ref_block_size=ref_block_size,
-            max_seqlen_q=max_seqlen_q, auto_range_merge=auto_range_merge, swap_ab=swap_ab, pack_gqa=pack_gqa,
-            cat_gqa=cat_gqa, sparse_load=sparse_load, swap_bwd_qk_loop=swap_bwd_qk_loop,
-            return_max_logits=return_max_logits,
-        )  # fmt: skip
+        out, meta = flex_flash_attn_func(**given)
         return out, meta.lse, meta.max_logits
+
+
+FlexFlashAttnFunc.apply.__signature__ = _PUBLISHED  # type: ignore[attr-defined]

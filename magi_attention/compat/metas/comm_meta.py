@@ -8,6 +8,12 @@ from typing import Any
 
 from magi_attention.common.group_spec import GroupSpec
 
+# argument of a cast -> that of the reduce which is its transpose
+_OTHER_SIDE = {
+    "input_split_sizes": "output_split_sizes", "output_split_sizes": "input_split_sizes",
+    "dst_indices": "src_indices", "src_index": "dst_index", "group": "group",
+}  # fmt: skip
+
 
 @dataclass
 class GroupCollectiveArg:
@@ -64,14 +70,7 @@ class GroupCollectiveArg:
 
     def to_group_reduce_args(self) -> dict[str, Any]:
         """Keyword arguments of ``group_reduce``: the same with both sides exchanged."""
-        n = self.packed_times
-        return {
-            "input_split_sizes": self.output_split_size_list * n,
-            "output_split_sizes": self.input_split_size_list * n,
-            "dst_index": self.src_index_list * n,
-            "src_indices": self.dst_indices_list * n,
-            "group": self.group,
-        }
+        return {_OTHER_SIDE[name]: value for name, value in self.to_group_cast_args().items()}
 
 
 class A2AVBasedGroupCollectiveArg(GroupCollectiveArg):

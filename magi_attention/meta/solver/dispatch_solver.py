@@ -10,15 +10,8 @@ from typing import cast
 from magi_attention.common.enum import DispatchAlgType
 from magi_attention.config import (
     BatchToppHeapDispatchAlg,
-    BSDispatchAlg,
-    BTPDispatchAlg,
     DispatchAlg,
-    DispatchConfig,
-    DPDispatchAlg,
-    LBDispatchAlg,
-    MinHeapDispatchAlg,
     RandomSelectDispatchAlg,
-    SequentialDispatchAlg,
     SortedSequentialSelectAlg,
     ToppHeapDispatchAlg,
 )
@@ -137,23 +130,16 @@ class DispatchSolver:
 
 
 __all__ = [
-    "BSDispatchAlg",
-    "BTPDispatchAlg",
     "BaseDispatchAffinity",
     "BatchToppHeapDispatchAlg",
-    "DPDispatchAlg",
     "DispatchAlg",
-    "DispatchConfig",
     "DispatchData",
     "DispatchJob",
     "DispatchSolution",
     "DispatchSolver",
     "IOUAffinity",
-    "LBDispatchAlg",
-    "MinHeapDispatchAlg",
     "RandomSelectDispatchAlg",
     "SampleIDAffinity",
-    "SequentialDispatchAlg",
     "SortedSequentialSelectAlg",
     "ToppHeapDispatchAlg",
 ]
