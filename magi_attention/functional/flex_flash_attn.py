@@ -31,11 +31,11 @@ _LEGACY_NOTE = (
 )
 
 
-def _with_short_way(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Launches calls that ran before again by native code, and takes the calling forms of 1.0.x and of newer releases.
+def _with_launch_cache(func: Callable[..., Any]) -> Callable[..., Any]:
+    """``func``, which also takes the calling forms of 1.0.x and of newer releases.
 
-    Not under ``torch.compile``, which shall see the one custom op that ``func`` is. ``known_calls`` of what is
-    returned is the memo.
+    The second call with the same operands is launched by native code, from the cache ``known_calls``. Under
+    ``torch.compile`` there is no cache, so that the compiler sees one custom op.
     """
     signature = inspect.signature(func)
     known = KnownCalls(signature, AttnForwardMeta, prepared_flex_fwd, has_kernels, WATCHED, ignored=("max_seqlen_q",))
@@ -112,7 +112,7 @@ def _index_sparse(
     return index_attn_func(indices=indices, **options)
 
 
-@_with_short_way
+@_with_launch_cache
 def flex_flash_attn_func(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -69,7 +69,7 @@ def has_few_runs(partitions: Sequence[Sequence[int]], num_chunks: int, config: D
 def _by_algorithm(cut: Cut, slice_of: NDArray[np.int64], cp_size: int, config: DispatchConfig) -> Partitions:
     """As ``solve_dispatch``, with any number of runs."""
     num_chunks, work = len(cut.bounds), cut.work
-    alg = config.alg  # chosen by type and not by class: a reload of its module makes another class
+    alg = config.alg  # why its type is compared, not its class: a reload of the module makes another class
     if not alg.is_partitions_returned:
         raise ContractError(
             f"{type(alg).__name__} computes a bound and no assignment; use MinHeapDispatchAlg to dispatch."

@@ -21,11 +21,11 @@ from magi_attention.meta.solver.partition import min_heap, sequential
 from magi_attention.meta.solver.placement import Cells
 from magi_attention.meta.solver.query_moves import KEY_COST, Moves, choose_moves
 
-LEAST_TIME = 0.05  # of the modelled time, from which saving on queries move by themselves
+LEAST_TIME = 0.05  # with "auto" queries move if that saves this share of the modelled time
 # Where queries move, attention goes stage by stage. A forward and its backward then take the host so many seconds, and
 # the GPU so many more than in one launch: two H200, 8,192 to 65,536 tokens a rank, 8 heads (docs/query-moves.md).
 STAGED_HOST_S, STAGED_EXTRA_S = 1.9e-3, 0.5e-3
-MOST_LOAD = 1.02  # of a rank, over the mean, that moves may make
+MOST_LOAD = 1.02  # moves give no rank more than this times the mean load
 
 
 class Dispatched(NamedTuple):

@@ -171,7 +171,7 @@ class _ReduceLaunches(Launches):
         self._end = self.end(tables)
 
     def send(self, partials: Sequence[torch.Tensor], out: Rows, stream: int) -> None:
-        """To carriers and to owners in the own node."""
+        """Puts partial rows: to their owners on this node, and to the carriers of other nodes."""
         copy_rows(self._partials, partials, out, out)
         self.launch(self.group.verbs.put, self._put, stream)
 

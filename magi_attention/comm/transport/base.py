@@ -305,7 +305,7 @@ class TransportBase(ABC):
         self.watchers.append(look)
 
     def reference(self) -> Callable[[], TransportBase | None]:
-        """Gives a transport of the group as long as that lives, and does not keep it alive."""
+        """A weak reference to a transport of the group: None once that is gone."""
         return weakref.ref(self)
 
     def at_end(self, action: Callable[[], None]) -> None:

@@ -80,7 +80,7 @@ class TorchTransport(TransportBase):
 
     @property
     def timeout_s(self) -> float:  # type: ignore[override]
-        """How long a wait may last; by default as long as ``init_process_group`` or ``new_group`` was told."""
+        """The longest wait, in seconds; by default the timeout of ``init_process_group`` or ``new_group``."""
         return timeout_of(self.group) if self._timeout_s is None else self._timeout_s
 
     @timeout_s.setter

@@ -90,7 +90,7 @@ class Block:
     terms: tuple[int, ...]  # signals: what each rank of the node adds is here
     add: Sum  # rows of TERMS
     back: Put  # from the sums, which lie as the rows of HELD do
-    group: int = 0  # the first one that any of its rows is wanted for
+    group: int = 0  # the first group that reads one of its rows
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -205,7 +205,7 @@ class _Builder:
         return TransferPlan(nodes, tuple(self._finish(rank) for rank in ranks))
 
     def _list_returns(self, owner: int) -> tuple[Rows, ...]:
-        """As ``RankTransfers`` has them."""
+        """``RankTransfers.returns`` of ``owner``."""
         found = [np.zeros(0, np.int64)] * self.nodes.world
         for node, ranks in enumerate(self.nodes.members):
             if node == self.nodes.node_of[owner]:
@@ -355,7 +355,7 @@ class _Builder:
 
 
 def _runs(sources: Rows, targets: Rows, starts: Rows | None = None) -> Iterator[Run]:
-    """(first source, first target, rows) of stretches in which both rise by one; a new one at each of ``starts``."""
+    """(first source, first target, rows) of the runs in which both rise by one; a new one at each of ``starts``."""
     if not sources.size:
         return
     is_new = np.ones(sources.size, bool)

@@ -155,9 +155,11 @@ class DistAttnSolver:
 
     @classmethod
     def calc_split_alignment(cls, chunk_size: int, num_heads: int, head_dim: int, strategy: str = "min") -> int:
-        """Tokens that native collectives move as one unit: a factor ``a`` of the chunk size with
-        ``4096 <= num_heads * head_dim * a <= 8192`` (16-bit elements); the smallest or, with "max", the largest.
-        Without one, 1."""
+        """How many tokens native collectives move at once.
+
+        A factor ``a`` of the chunk size with ``4096 <= num_heads * head_dim * a <= 8192`` (16-bit elements), the
+        smallest or, with "max", the largest; 1 if no factor is in that range.
+        """
         hidden = num_heads * head_dim
         factors = [a for a in range(1, chunk_size + 1) if chunk_size % a == 0 and a * hidden <= 8192]
         good = [a for a in factors if a * hidden >= 4096]

@@ -73,7 +73,7 @@ class RowIntervals:
                 out[-1][1] = last + 1
             elif kind == 1:
                 out.append(self._slice(first, last, FULL))
-            else:  # takes the row before it from its slice
+            else:  # a causal slice begins with the row before, which leaves the slice that it is in
                 out[-1][1] -= 1
                 if out[-1][0] == out[-1][1]:
                     out.pop()

@@ -18,11 +18,11 @@ _MAX_LISTED = 4
 
 
 class PlanMark:
-    """Stands for a plan or a key, which has it as ``_mark``, and does not keep it alive."""
+    """Identifies a plan or a key, whose ``_mark`` it is, without a reference to it."""
 
 
 class _LastCall:
-    """The mark of the plan, or of the key, of the last call of ``attend`` or ``calc_attn`` in the module that runs."""
+    """Which plan or key the last call of ``attend`` or ``calc_attn`` had: its mark."""
 
     plan: Any = None
 

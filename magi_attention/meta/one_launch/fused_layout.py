@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from magi_attention.common.intervals import Packing, merge_intervals, ramps, split_at
 from magi_attention.common.slices import K0, K1, Q0, Q1, SliceTable, merge
-from magi_attention.meta.one_launch.stretches import Stretches
+from magi_attention.meta.one_launch.row_runs import RowRuns
 from magi_attention.meta.plan import Plan
 from magi_attention.meta.rank_plan import cut_by_windows
 
@@ -118,11 +118,11 @@ class RankFusedLayout(RankLayout):
 
 @dataclass(frozen=True, eq=False)
 class _RankBuffer:
-    """The buffer of one rank: ``stretches`` of global rows, cut at chunks; ``owners`` and ``arrivals`` of its tiles.
+    """The buffer of one rank: ``runs`` of global rows, cut at chunks; ``owners`` and ``arrivals`` of its tiles.
     ``signals`` and ``signal_rows`` (groups, W): number and rows of the signal of a group and an owner, -1 and 0 for
     none."""
 
-    stretches: Stretches
+    runs: RowRuns
     owners: NDArray[np.int32]
     arrivals: NDArray[np.int32]
     signals: NDArray[np.int64]
@@ -161,7 +161,7 @@ class FusedLayout:
         transfers, signals = self._transfers(rank, sent)
         src_rows = self._src_rows(rank, sent, host.length)
         return RankFusedLayout(
-            host.length, base, TILE * len(buffer.owners), kernel_slices(self.plan, rank, base, buffer.stretches),
+            host.length, base, TILE * len(buffer.owners), kernel_slices(self.plan, rank, base, buffer.runs),
             buffer.arrivals, buffer.owners, self._target_rows(rank), src_rows,
             np.logical_or.reduce(src_rows >= 0, axis=1).astype(np.int32), self._signal_rows(rank),
             rank, self.world, transfers, signals, TILE * max(len(b.owners) for b in self.buffers),
@@ -173,7 +173,7 @@ class FusedLayout:
         cut = remote_keys(plan, rank)
         if not len(cut):
             nothing = np.zeros(0, dtype=np.int64)
-            return self._with_signals(rank, Stretches(nothing, nothing, nothing, nothing), nothing)
+            return self._with_signals(rank, RowRuns(nothing, nothing, nothing, nothing), nothing)
         owner, rows = plan.owner_of(cut[:, 0]), cut[:, 1] - cut[:, 0]
         # Runs of tiles of one owner, the last of which is padded.
         first = np.flatnonzero(np.concatenate([[True], (np.diff(owner) != 0) | (np.diff(cut[:, 0]) < 0)]))
@@ -183,13 +183,13 @@ class FusedLayout:
         before = np.cumsum(rows) - rows
         at = before + np.repeat(run_at - before[first], counts)
         short = np.flatnonzero(run_rows % TILE)
-        data = Stretches(owner, cut[:, 0], at, rows)
+        data = RowRuns(owner, cut[:, 0], at, rows)
         zeros_at = (run_at + run_rows)[short]
-        zeros = Stretches(owner[first[short]], np.full(len(short), -1), zeros_at, run_ends[short] - zeros_at)
-        both = Stretches(*map(np.concatenate, zip(data, zeros)))
+        zeros = RowRuns(owner[first[short]], np.full(len(short), -1), zeros_at, run_ends[short] - zeros_at)
+        both = RowRuns(*map(np.concatenate, zip(data, zeros)))
         return self._with_signals(rank, both.of(np.argsort(both.at)), np.repeat(owner[first], padded(run_rows) // TILE))
 
-    def _with_signals(self, rank: int, stretches: Stretches, owners: NDArray[np.int64]) -> _RankBuffer:
+    def _with_signals(self, rank: int, runs: RowRuns, owners: NDArray[np.int64]) -> _RankBuffer:
         """Slots are numbered group by group, in each by how far their owner is before ``rank``."""
         groups, world = group_of_tile(len(owners)), self.world
         used, arrivals = np.unique(groups * world + (rank - owners) % world, return_inverse=True)
@@ -197,18 +197,18 @@ class FusedLayout:
         signals, rows = np.full((MAX_GROUPS, world), -1), np.zeros((MAX_GROUPS, world), dtype=np.int64)
         signals[group, owner] = np.arange(len(used))
         rows[group, owner] = TILE * np.bincount(arrivals, minlength=len(used))
-        return _RankBuffer(stretches, owners.astype(np.int32), arrivals.astype(np.int32), signals, rows)
+        return _RankBuffer(runs, owners.astype(np.int32), arrivals.astype(np.int32), signals, rows)
 
-    def _sent_to(self, reader: int, rank: int, host: Packing) -> Stretches:
+    def _sent_to(self, reader: int, rank: int, host: Packing) -> RowRuns:
         """What ``rank`` sends to the buffer of ``reader``; sources are local rows."""
-        found = self.buffers[reader].stretches
+        found = self.buffers[reader].runs
         mine = found.of(np.flatnonzero(found.owner == rank))
         source, data = mine.source.copy(), np.flatnonzero(mine.source >= 0)
         rows = np.stack([mine.source, mine.source + mine.rows], axis=1)[data]
         source[data] = host.localize(rows)[:, 0]
         return mine._replace(source=source).joined()
 
-    def _transfers(self, rank: int, sent: list[Stretches]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    def _transfers(self, rank: int, sent: list[RowRuns]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         """Readers of a group are served evenly: no two ranks that have much for one of them get into each other's way
         while links to others are idle."""
         signals, found = [], []
@@ -236,7 +236,7 @@ class FusedLayout:
             np.stack([*signal, np.zeros_like(signal_key)], axis=1)[by_key].astype(np.int32),
         )
 
-    def _src_rows(self, rank: int, sent: list[Stretches], local_rows: int) -> NDArray[np.int32]:
+    def _src_rows(self, rank: int, sent: list[RowRuns], local_rows: int) -> NDArray[np.int32]:
         src_rows = np.full((self.world, local_rows), -1, dtype=np.int32)
         for reader, mine in enumerate(sent):
             data = mine.of(np.flatnonzero(mine.source >= 0))
@@ -282,11 +282,11 @@ def remote_keys(plan: Plan, rank: int) -> NDArray[np.int64]:
     return _rotated(split_at(wanted, plan.chunk_ranges[:, 0]), plan.host_ranges(rank))
 
 
-def kernel_slices(plan: Plan, rank: int, base: int, stretches: Stretches) -> SliceTable:
-    """The slices of ``rank`` in the kernel's coordinates, with remote keys where ``stretches`` puts those of the
+def kernel_slices(plan: Plan, rank: int, base: int, runs: RowRuns) -> SliceTable:
+    """The slices of ``rank`` in the kernel's coordinates, with remote keys where ``runs`` puts those of the
     sequence; neighbours become one."""
     host, local = Packing(plan.host_ranges(rank)), plan.rank(rank).host.array
-    keys = stretches.of(np.flatnonzero(stretches.source >= 0)).joined()
+    keys = runs.of(np.flatnonzero(runs.source >= 0)).joined()
     if not len(keys.at):
         return SliceTable(local)
     keys = keys.of(np.argsort(keys.source))

@@ -27,7 +27,7 @@ from magi_attention.meta.one_launch.fused_layout import (
     padded,
     remote_keys,
 )
-from magi_attention.meta.one_launch.stretches import Stretches
+from magi_attention.meta.one_launch.row_runs import RowRuns
 from magi_attention.meta.plan import Plan
 
 
@@ -45,20 +45,20 @@ class NodeLayout:
         self.plan, self.nodes, self.block_rows = plan, nodes, block_rows
 
     @cached_property
-    def stretches(self) -> list[Stretches]:
+    def runs(self) -> list[RowRuns]:
         """The remote keys of each rank; sources are global rows."""
         found = []
         for rank in range(self.plan.cp_size):
             cut = remote_keys(self.plan, rank)
             rows = cut[:, 1] - cut[:, 0]
-            found.append(Stretches(self.plan.owner_of(cut[:, 0]), cut[:, 0], np.cumsum(rows) - rows, rows))
+            found.append(RowRuns(self.plan.owner_of(cut[:, 0]), cut[:, 0], np.cumsum(rows) - rows, rows))
         return found
 
     @cached_property
     def transfers(self) -> TransferPlan:
         """The cast and the reduce of all ranks."""
         hosts = [Packing(self.plan.host_ranges(rank)) for rank in range(self.plan.cp_size)]
-        pairs = [[self._rows_of(stretches, s, host) for s, host in enumerate(hosts)] for stretches in self.stretches]
+        pairs = [[self._rows_of(runs, s, host) for s, host in enumerate(hosts)] for runs in self.runs]
         needed = [[of_reader[s][0] for of_reader in pairs] for s in range(len(hosts))]
         placed = [[places for _, places in of_reader] for of_reader in pairs]
         tiles = [self._num_tiles(rank) for rank in range(len(hosts))]
@@ -69,23 +69,23 @@ class NodeLayout:
 
     def part(self, rank: int) -> RankNodeLayout:
         """The part of ``rank``."""
-        stretches, tiles = self.stretches[rank], self._num_tiles(rank)
-        local_rows, received = Packing(self.plan.host_ranges(rank)).length, int(stretches.rows.sum())
+        runs, tiles = self.runs[rank], self._num_tiles(rank)
+        local_rows, received = Packing(self.plan.host_ranges(rank)).length, int(runs.rows.sum())
         base, groups = base_of(local_rows), group_of_tile(tiles)
         rows = np.bincount(groups, minlength=1 + int(groups.max(initial=-1)))
         return RankNodeLayout(
-            local_rows, base, TILE * tiles, kernel_slices(self.plan, rank, base, stretches), groups.astype(np.int32),
+            local_rows, base, TILE * tiles, kernel_slices(self.plan, rank, base, runs), groups.astype(np.int32),
             np.zeros(tiles, np.int32), TILE * np.arange(tiles, dtype=np.int32), self._src_rows(rank, local_rows),
             np.zeros(1, np.int32), TILE * np.cumsum(rows), received,
         )  # fmt: skip
 
     def _num_tiles(self, rank: int) -> int:
-        tiles: int = padded(int(self.stretches[rank].rows.sum())) // TILE
+        tiles: int = padded(int(self.runs[rank].rows.sum())) // TILE
         return tiles
 
-    def _rows_of(self, stretches: Stretches, source: int, host: Packing) -> tuple[Rows, Rows]:
+    def _rows_of(self, runs: RowRuns, source: int, host: Packing) -> tuple[Rows, Rows]:
         """The local rows of ``source`` that a rank reads, and where in its output they lie."""
-        mine = stretches.of(np.flatnonzero(stretches.owner == source))
+        mine = runs.of(np.flatnonzero(runs.owner == source))
         ranges = np.stack([mine.source, mine.source + mine.rows], axis=1)
         return ramps(host.localize(ranges)[:, 0], mine.rows), ramps(mine.at, mine.rows)
 

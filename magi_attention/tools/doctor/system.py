@@ -173,7 +173,7 @@ class System:
         return found
 
     def nvshmem_halves(self) -> tuple[str, str | None]:
-        """("device half 3.4.5, host half 3.4.5", None) of the collectives, or ("", why they cannot be used)."""
+        """The versions of NVSHMEM, "device half 3.4.5, host half 3.4.5", and None; else "" and why it is not used."""
         from magi_attention.errors import UnsupportedError
         from magi_attention.native.comm.nvshmem import Nvshmem
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ring attention, all-gather, Ulysses and USP, as benchmarks/cp_*.py have them, on the kernel that ours uses.
+"""Ring attention, all-gather, Ulysses and USP, as benchmarks/cp_*.py run them, with our attention kernel.
 
 NCCL's transfers over NVLink take time of the compute lane, as in ``ours.staged``; those over the network do not.
 """

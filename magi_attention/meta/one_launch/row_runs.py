@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stretches of rows on their way into a buffer: consecutive in the source, global or local rows, and in the buffer."""
+"""Runs of rows on their way into a buffer: consecutive in the source, global or local rows, and in the buffer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from magi_attention.common.intervals import ramps
 
 
-class Stretches(NamedTuple):
+class RowRuns(NamedTuple):
     """(N,) each, int64: whose rows, the first in the source, -1 for zeros, the first in the buffer, and how many."""
 
     owner: NDArray[np.int64]
@@ -19,18 +19,18 @@ class Stretches(NamedTuple):
     at: NDArray[np.int64]
     rows: NDArray[np.int64]
 
-    def of(self, which: NDArray[np.int64]) -> Stretches:
-        return Stretches(*(x[which] for x in self))
+    def of(self, which: NDArray[np.int64]) -> RowRuns:
+        return RowRuns(*(x[which] for x in self))
 
-    def joined(self) -> Stretches:
+    def joined(self) -> RowRuns:
         """Those that go on where the one before ends, in the source and in the buffer, are one with it."""
         source, at = self.source + self.rows, self.at + self.rows
         goes_on = (self.source[:-1] >= 0) & (self.source[1:] == source[:-1]) & (self.at[1:] == at[:-1])
         first = np.flatnonzero(np.concatenate([np.ones(min(len(at), 1), dtype=bool), ~goes_on]))
         rows = np.add.reduceat(self.rows, first) if len(first) else self.rows
-        return Stretches(self.owner[first], self.source[first], self.at[first], rows)
+        return RowRuns(self.owner[first], self.source[first], self.at[first], rows)
 
-    def cut_at(self, points: NDArray[np.int64]) -> Stretches:
+    def cut_at(self, points: NDArray[np.int64]) -> RowRuns:
         """Cut at these rows of the buffer, ascending."""
         low = np.searchsorted(points, self.at, side="right")
         counts = 1 + np.searchsorted(points, self.at + self.rows, side="left") - low
@@ -40,16 +40,16 @@ class Stretches(NamedTuple):
         end = np.minimum((self.at + self.rows)[which], edges[number + 1])
         return self.of(which)._part(begin, end)
 
-    def cut_into(self, most: int) -> Stretches:
+    def cut_into(self, most: int) -> RowRuns:
         """Cut into so many rows, the last ones less; zeros stay together."""
         counts = np.where(self.source < 0, 1, -(-self.rows // most))
         which, number = np.repeat(np.arange(len(self.at)), counts), ramps(np.zeros_like(counts), counts)
         begin, end = self.at[which] + most * number, (self.at + self.rows)[which]
         return self.of(which)._part(begin, np.where(self.source[which] < 0, end, np.minimum(begin + most, end)))
 
-    def _part(self, begin: NDArray[np.int64], end: NDArray[np.int64]) -> Stretches:
+    def _part(self, begin: NDArray[np.int64], end: NDArray[np.int64]) -> RowRuns:
         source = np.where(self.source < 0, -1, self.source + begin - self.at)
-        return Stretches(self.owner, source, begin, end - begin)
+        return RowRuns(self.owner, source, begin, end - begin)
 
 
-__all__ = ["Stretches"]
+__all__ = ["RowRuns"]
