@@ -37,17 +37,10 @@ from magi_attention.kernels.types import BackwardOperands, FinalBackend, Operand
 
 
 def dist_attn(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    runtime: AttnRuntime,
-    sink: torch.Tensor | None = None,
-    softmax_scale: float | None = None,
-    softcap: float = 0.0,
-    return_max_logits: bool = False,
-    trace: Trace | None = None,
-    dropout: Dropout | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, runtime: AttnRuntime, sink: torch.Tensor | None = None,
+    softmax_scale: float | None = None, softcap: float = 0.0, return_max_logits: bool = False,
+    trace: Trace | None = None, dropout: Dropout | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """Attention of this rank's queries over all keys that the plan's mask allows.
 
     q ``(T, Hq, D)``, k ``(T, Hk, D)``, v ``(T, Hk, Dv)``: this rank's tokens, any strides. ``sink`` is

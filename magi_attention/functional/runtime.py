@@ -178,20 +178,10 @@ class AttnRuntime:
         return self.cache.get(_POSITIONS, (keys, device), make)
 
     def call(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        sink: torch.Tensor | None,
-        softmax_scale: float | None,
-        softcap: float,
-        return_max_logits: bool,
-        trace: Trace | None = None,
-        needs_backward: bool | None = None,
-        dropout: Dropout | None = None,
-        *,
-        is_chunk: bool = False,
-    ) -> AttnCall:
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None,
+        softmax_scale: float | None, softcap: float, return_max_logits: bool, trace: Trace | None = None,
+        needs_backward: bool | None = None, dropout: Dropout | None = None, *, is_chunk: bool = False,
+    ) -> AttnCall:  # fmt: skip
         """Checks the inputs and picks the backend; errors are told to the other ranks by the caller's guard.
 
         ``needs_backward``: by default, whether a tensor requires a gradient. ``is_chunk``: these are heads of a chunk.

@@ -116,15 +116,9 @@ class RuntimeManager(GroupBound):
     # ---- attention ----------------------------------------------------------------------------------
 
     def calc_attn(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        sink: torch.Tensor | None = None,
-        softmax_scale: float | None = None,
-        softcap: float = 0.0,
-        return_max_logits: bool = False,
-    ) -> tuple[torch.Tensor, AttnForwardMeta]:
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None = None,
+        softmax_scale: float | None = None, softcap: float = 0.0, return_max_logits: bool = False,
+    ) -> tuple[torch.Tensor, AttnForwardMeta]:  # fmt: skip
         """Local ``(out, meta)``; see ``magi_attention.api.calc_attn``."""
         out, *rest = dist_attn(q, k, v, self.dist_attn_runtime, sink, softmax_scale, softcap, return_max_logits)
         return out, AttnForwardMeta(*rest)

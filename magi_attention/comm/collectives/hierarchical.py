@@ -133,12 +133,9 @@ class _TwoSteps:
 
 
 def start_hierarchical_cast(
-    transport: Transport,
-    intra: AllToAll,
-    layout: HierarchicalLayout,
-    inputs: Sequence[torch.Tensor],
+    transport: Transport, intra: AllToAll, layout: HierarchicalLayout, inputs: Sequence[torch.Tensor],
     outputs: Sequence[torch.Tensor],
-) -> tuple[Work, Finish]:
+) -> tuple[Work, Finish]:  # fmt: skip
     """As ``start_cast``, over two levels."""
     work, held = start_fetch(transport, layout.exchange, inputs)
 
@@ -150,13 +147,9 @@ def start_hierarchical_cast(
 
 
 def start_hierarchical_reduce(
-    transport: Transport,
-    intra: AllToAll,
-    layout: HierarchicalLayout,
-    inputs: Sequence[torch.Tensor],
-    dtypes: Sequence[torch.dtype],
-    reduce_op: str,
-) -> tuple[Work, Callable[[], Arrived]]:
+    transport: Transport, intra: AllToAll, layout: HierarchicalLayout, inputs: Sequence[torch.Tensor],
+    dtypes: Sequence[torch.dtype], reduce_op: str,
+) -> tuple[Work, Callable[[], Arrived]]:  # fmt: skip
     """As ``start_reduce``, over two levels. With "lse" the last input is the lse that weights the others."""
     node_work, node_parts = start_reduce(intra, layout.forward, inputs, dtypes)
 

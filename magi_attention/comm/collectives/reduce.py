@@ -46,11 +46,7 @@ def reduce_rows(
 
 
 def reduce_arrived(
-    arrived: Arrived,
-    outputs: Sequence[torch.Tensor],
-    out_lse: torch.Tensor | None,
-    reduce_op: str,
-    acc_reduce: bool,
+    arrived: Arrived, outputs: Sequence[torch.Tensor], out_lse: torch.Tensor | None, reduce_op: str, acc_reduce: bool
 ) -> None:
     """Reduces what arrived into ``outputs``; with ``out_lse`` by "lse", the lse having come as the last column."""
     if not arrived.layout.has_local_rows and _reduce_by_kernel(arrived, outputs, out_lse, reduce_op, acc_reduce):
@@ -69,11 +65,7 @@ def reduce_arrived(
 
 
 def _reduce_by_kernel(
-    arrived: Arrived,
-    outputs: Sequence[torch.Tensor],
-    out_lse: torch.Tensor | None,
-    reduce_op: str,
-    acc_reduce: bool,
+    arrived: Arrived, outputs: Sequence[torch.Tensor], out_lse: torch.Tensor | None, reduce_op: str, acc_reduce: bool
 ) -> bool:
     """One launch on a GPU, with the same order of additions; False if that is not possible."""
     kernels = row_kernels(outputs[0])
