@@ -84,17 +84,18 @@ def of_kernels(variants: Sequence[Variant], kernels: str) -> list[Variant]:
 
 
 def instance_source(v: Variant, kernels: str = "sm90") -> str:
-    """Text of ``inst/<stem>.cu``; its macro defines ``extern "C" magi_status magi_ffa_<stem>(params)``."""
-    return (
-        f'{_HEADER}#include "ffa/{kernels}/{v.kind.replace("_", "/")}/launch.cuh"\n\n'
-        f"MAGI_FFA_{v.kind.upper()}_INSTANCE(magi::{v.dtype}, {v.head_dim}, {v.head_dim_v}, {v.stem})\n"
-    )
+    """Text of ``inst/<stem>.cu``, which compiles the variant and its launcher. That of index attention is the function
+    ``magi_ffa_<stem>``."""
+    tile = f"magi::{v.dtype}, {v.head_dim}, {v.head_dim_v}"
+    is_index = v.kind in INDEX_KINDS
+    made = f"{v.kind.upper()}_INSTANCE({tile}, {v.stem})" if is_index else f"INSTANCE({v.kind}, {tile})"
+    return f'{_HEADER}#include "ffa/{kernels}/{v.kind.replace("_", "/")}/launch.cuh"\n\nMAGI_FFA_{made}\n'
 
 
 def dispatch_table(variants: Sequence[Variant]) -> str:
     """Text of ``inst/variants.inc``: one ``MAGI_VARIANT`` line per variant, in order of growing tiles."""
     lines = [
-        f"MAGI_VARIANT({v.kind}, {v.dtype}, {v.head_dim}, {v.head_dim_v}, magi_ffa_{v.stem})\n"
+        f"MAGI_VARIANT({v.kind}, {v.dtype}, {v.head_dim}, {v.head_dim_v})\n"
         for v in _by_size(variants) if v.kind not in INDEX_KINDS
     ]  # fmt: skip
     return _HEADER + "".join(lines)

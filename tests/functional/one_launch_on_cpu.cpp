@@ -2,9 +2,9 @@
 // The attention kernels for Hopper beside keys that arrive, on the CPU, see
 // tests/kernels/emulator/README.md: forward, backward, and the sum of what other ranks add.
 // test_one_launch_nodes.py writes symm_reduce.cuh, the kernel of that sum without its launcher.
-#define MAGI_VARIANTS_ON_CPU                                  \
-  MAGI_VARIANT(fwd, bf16, 64, 64, magi_ffa_fwd_bf16_d64_dv64) \
-  MAGI_VARIANT(bwd, bf16, 64, 64, magi_ffa_bwd_bf16_d64_dv64)
+#define MAGI_VARIANTS_ON_CPU      \
+  MAGI_VARIANT(fwd, bf16, 64, 64) \
+  MAGI_VARIANT(bwd, bf16, 64, 64)
 
 #include "device_calls.h"
 
@@ -19,8 +19,8 @@ inline cudaError_t cudaEventRecord(cudaEvent_t, cudaStream_t) { return cudaSucce
 #include "ffa/sm90/tiles.cu"
 #include "symm_reduce.cuh"
 
-MAGI_FFA_FWD_INSTANCE(magi::bf16, 64, 64, fwd_bf16_d64_dv64)
-MAGI_FFA_BWD_INSTANCE(magi::bf16, 64, 64, bwd_bf16_d64_dv64)
+MAGI_FFA_INSTANCE(fwd, magi::bf16, 64, 64)
+MAGI_FFA_INSTANCE(bwd, magi::bf16, 64, 64)
 
 extern "C" {
 magi_status magi_symm_put(const magi_symm_put_params*) {

@@ -39,10 +39,12 @@ int not_exported(void) { return 1; }
 KERNEL_SOURCE = """
 #include "magi/symm.h"
 __global__ void fill(float* x, int n) { int i = blockIdx.x * 256 + threadIdx.x; if (i < n) x[i] = SCALE; }
-#define MAGI_VARIANT(KIND, TYPE, D, DV, SYMBOL) extern "C" magi_status SYMBOL(const magi_ffa_##KIND##_params*);
-#include "inst/variants.inc"
-#undef MAGI_VARIANT
-#define MAGI_VARIANT(KIND, TYPE, D, DV, SYMBOL) \\
+namespace magi {
+struct bf16 {}; struct fp16 {};
+template <typename T, int D, int DV> magi_status launch_variant(const magi_ffa_fwd_params&);
+template <typename T, int D, int DV> magi_status launch_variant(const magi_ffa_bwd_params&);
+}
+#define MAGI_VARIANT(KIND, TYPE, D, DV) \\
   if (kind == (#KIND[0] == 'b') && dtype == (#TYPE[0] == 'f') && d <= D && dv <= DV) return 1;
 extern "C" int32_t magi_ffa_has_variant(int32_t kind, int32_t dtype, int32_t d, int32_t dv) {
 #include "inst/variants.inc"
@@ -55,9 +57,9 @@ magi_status magi_ffa_fwd_workspace(const magi_ffa_fwd_params*, int64_t* bytes) {
 magi_status magi_ffa_bwd_tile(int32_t, int32_t, int32_t* t, int32_t* g) { *t = *g = 2; return MAGI_OK; }
 magi_status magi_ffa_bwd_workspace(const magi_ffa_bwd_params*, int64_t* bytes) { *bytes = 32; return MAGI_OK; }
 }
-template <class A> magi_status call(magi_status (*f)(const A*), const A* p) { return f(p); }
-template <class A, class B> magi_status call(magi_status (*)(const A*), const B*) { return MAGI_CAPACITY; }
-#define MAGI_VARIANT(KIND, TYPE, D, DV, SYMBOL) call(SYMBOL, p),
+template <class A> magi_status call(magi_status (*f)(const A&), const A* p) { return f(*p); }
+template <class A, class B> magi_status call(magi_status (*)(const A&), const B*) { return MAGI_CAPACITY; }
+#define MAGI_VARIANT(KIND, TYPE, D, DV) call<magi_ffa_##KIND##_params>(magi::launch_variant<magi::TYPE, D, DV>, p),
 template <class P> magi_status first(const P* p) {
   for (magi_status s : {
 #include "inst/variants.inc"
@@ -85,12 +87,15 @@ int32_t magi_abi_version(void) { return MAGI_ABI_VERSION; }
 """
 LAUNCH_SOURCE = """
 #include "magi/abi.h"
-namespace magi { struct bf16 {}; struct fp16 {}; }
 template <int D> __global__ void twice(float* x) { x[threadIdx.x] *= D; }
-#define MAGI_FFA_KIND_INSTANCE(TYPE, D, DV, STEM)                                       \\
-  extern "C" magi_status magi_ffa_##STEM(const magi_ffa_KIND_params* p) {               \\
-    if (p->version < 0) twice<D><<<1, 32>>>((float*)p->out);                            \\
-    return (magi_status)(D == 64 ? MAGI_UNSUPPORTED : MAGI_OK); }
+namespace magi {
+struct bf16 {}; struct fp16 {};
+template <typename T, int D, int DV> magi_status launch_variant(const magi_ffa_KIND_params& p) {
+  if (p.version < 0) twice<D><<<1, 32>>>((float*)p.out);
+  return (magi_status)(D == 64 ? MAGI_UNSUPPORTED : MAGI_OK); }
+}
+#define MAGI_FFA_INSTANCE(WHICH, TYPE, D, DV) \\
+  template magi_status magi::launch_variant<TYPE, D, DV>(const magi_ffa_##WHICH##_params&);
 """
 
 
@@ -105,7 +110,7 @@ def make_tree(csrc: Path) -> Path:
     (csrc / "ffa" / "sm90").mkdir()
     (csrc / "ffa" / "sm90" / "main.cu").write_text(KERNEL_SOURCE.replace("SCALE", "2.f"))
     for kind in ("fwd", "bwd"):
-        text = LAUNCH_SOURCE.replace("FFA_KIND", f"FFA_{kind.upper()}").replace("KIND", kind)
+        text = LAUNCH_SOURCE.replace("KIND", kind)
         launcher = csrc / "ffa" / "sm90" / kind / "launch.cuh"
         launcher.parent.mkdir(parents=True, exist_ok=True)
         launcher.write_text(text)

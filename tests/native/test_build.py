@@ -201,8 +201,8 @@ def test_manifest():
     assert v in manifest.MANIFEST and v.stem == "fwd_bf16_d192_dv128"
     text = manifest.instance_source(v)
     assert '#include "ffa/sm90/fwd/launch.cuh"' in text
-    assert "MAGI_FFA_FWD_INSTANCE(magi::bf16, 192, 128, fwd_bf16_d192_dv128)" in text
-    line = "MAGI_VARIANT(fwd, bf16, 192, 128, magi_ffa_fwd_bf16_d192_dv128)\n"
+    assert "MAGI_FFA_INSTANCE(fwd, magi::bf16, 192, 128)" in text
+    line = "MAGI_VARIANT(fwd, bf16, 192, 128)\n"
     assert manifest.dispatch_table(manifest.MANIFEST).count(line) == 1
     index = manifest.Variant("index_bwd", "fp16", 64, 64)
     assert index in manifest.MANIFEST and '#include "ffa/sm90/index/bwd/launch.cuh"' in manifest.instance_source(index)

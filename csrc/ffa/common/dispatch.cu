@@ -5,20 +5,14 @@
 #include "ffa/common/host.h"
 #include "ffa/common/variant_table.h"
 
-#define MAGI_VARIANT(KIND, TYPE, D, DV, SYMBOL)                                           \
-  extern "C" magi_status SYMBOL(const magi_ffa_##KIND##_params*, const magi_ffa_remote*); \
-  extern "C" magi_status SYMBOL##_workspace(const magi_ffa_##KIND##_params*, int64_t*);
-#include "inst/variants.inc"
-#undef MAGI_VARIANT
-
 namespace magi {
 namespace {
 
 [[maybe_unused]] constexpr int32_t kDtype_bf16 = MAGI_BF16, kDtype_fp16 = MAGI_FP16;
 
-#define MAGI_VARIANT(KIND, TYPE, D, DV, SYMBOL) \
-  finder->offer(                                \
-      Variant<magi_ffa_##KIND##_params>{kDtype_##TYPE, D, DV, SYMBOL, SYMBOL##_workspace});
+#define MAGI_VARIANT(KIND, TYPE, D, DV)            \
+  finder->offer(Variant<magi_ffa_##KIND##_params>{ \
+      kDtype_##TYPE, D, DV, launch_variant<TYPE, D, DV>, variant_workspace<TYPE, D, DV>});
 template <typename Params>
 void offer_all([[maybe_unused]] Finder<Params>* finder) {
 #include "inst/variants.inc"
@@ -93,27 +87,27 @@ magi_status magi_ffa_fwd_tile(int32_t dtype, int32_t heads_q, int32_t heads_kv, 
 magi_status magi_ffa_fwd_workspace(const magi_ffa_fwd_params* params, int64_t* bytes) {
   magi::FwdVariant kernel;
   MAGI_RETURN(magi::choose(*params, &kernel));
-  return kernel.workspace(params, bytes);
+  return kernel.workspace(*params, bytes);
 }
 
 magi_status magi_ffa_fwd(const magi_ffa_fwd_params* params) {
   magi::FwdVariant kernel;
   MAGI_RETURN(magi::choose(*params, &kernel));
   MAGI_RETURN(magi::check_dropout_is_given(*params));
-  return kernel.launch(params, nullptr);
+  return kernel.launch(*params, nullptr);
 }
 
 magi_status magi_ffa_bwd_workspace(const magi_ffa_bwd_params* params, int64_t* needs) {
   magi::BwdVariant kernel;
   MAGI_RETURN(magi::choose(*params, &kernel));
-  return kernel.workspace(params, needs);
+  return kernel.workspace(*params, needs);
 }
 
 magi_status magi_ffa_bwd(const magi_ffa_bwd_params* params) {
   magi::BwdVariant kernel;
   MAGI_RETURN(magi::choose(*params, &kernel));
   MAGI_RETURN(magi::check_dropout_is_given(*params));
-  return kernel.launch(params, nullptr);
+  return kernel.launch(*params, nullptr);
 }
 
 const char* magi_last_error(void) { return magi::error_buffer(); }

@@ -2,15 +2,33 @@
 // The kernels of a library, and the choice among them.
 #pragma once
 
+#include "device/types.cuh"
 #include "magi/abi.h"
 
+// The host side of a variant, whose kernels are compiled in a file of their own.
+#define MAGI_FFA_INSTANCE(KIND, TYPE, D, DV)                                                 \
+  template magi_status magi::launch_variant<TYPE, D, DV>(const magi_ffa_##KIND##_params&,    \
+                                                         const magi_ffa_remote*);            \
+  template magi_status magi::variant_workspace<TYPE, D, DV>(const magi_ffa_##KIND##_params&, \
+                                                            int64_t*);
+
 namespace magi {
+
+// launch.cuh of the forward and of the backward of a family of GPUs define these.
+template <typename T, int kD, int kDv>
+magi_status launch_variant(const magi_ffa_fwd_params& params, const magi_ffa_remote* remote);
+template <typename T, int kD, int kDv>
+magi_status launch_variant(const magi_ffa_bwd_params& params, const magi_ffa_remote* remote);
+template <typename T, int kD, int kDv>
+magi_status variant_workspace(const magi_ffa_fwd_params& params, int64_t* bytes);
+template <typename T, int kD, int kDv>
+magi_status variant_workspace(const magi_ffa_bwd_params& params, int64_t* needs);
 
 template <typename Params>
 struct Variant {
   int32_t dtype, head_dim, head_dim_v;
-  magi_status (*launch)(const Params*, const magi_ffa_remote*);
-  magi_status (*workspace)(const Params*, int64_t*);
+  magi_status (*launch)(const Params&, const magi_ffa_remote*);
+  magi_status (*workspace)(const Params&, int64_t*);
 };
 using FwdVariant = Variant<magi_ffa_fwd_params>;
 using BwdVariant = Variant<magi_ffa_bwd_params>;

@@ -54,7 +54,7 @@ magi_status magi_ffa_fwd_remote(const magi_ffa_fwd_params* params, const magi_ff
   MAGI_RETURN(magi::check_no_dropout(*params));
   if (remote != nullptr) MAGI_RETURN(magi::check_remote(*remote, params->total_k, params->dtype));
   MAGI_RETURN(magi::put_keys(*params, put));
-  MAGI_RETURN(kernel.launch(params, remote));
+  MAGI_RETURN(kernel.launch(*params, remote));
   return magi::record_end(event, params->stream);
 }
 
@@ -75,6 +75,6 @@ magi_status magi_ffa_bwd_remote(const magi_ffa_bwd_params* params, const magi_ff
                         "buffers of gradients.");
   }
   MAGI_RETURN(magi::put_keys(*params, put));
-  return kernel.launch(params, remote);
+  return kernel.launch(*params, remote);
 }
 }

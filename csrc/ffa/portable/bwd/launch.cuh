@@ -9,6 +9,7 @@
 #include "ffa/common/combine_heads.cuh"
 #include "ffa/common/host.h"
 #include "ffa/common/operands.h"
+#include "ffa/common/variant_table.h"
 #include "ffa/portable/budget.h"
 #include "ffa/portable/bwd/kernel.cuh"
 #include "planner/schedule/l2_groups.h"
@@ -202,16 +203,18 @@ magi_status with_bwd_config(const magi_ffa_bwd_params& a, Run run) {
 
 }  // namespace magi::portable
 
-#define MAGI_FFA_BWD_INSTANCE(TYPE, D, DV, STEM)                                        \
-  extern "C" magi_status magi_ffa_##STEM(const magi_ffa_bwd_params* params,             \
-                                         const magi_ffa_remote*) {                      \
-    return magi::portable::with_bwd_config<TYPE, D>(*params, [&](auto config) {         \
-      return magi::portable::launch_bwd<decltype(config)>(*params);                     \
-    });                                                                                 \
-  }                                                                                     \
-  extern "C" magi_status magi_ffa_##STEM##_workspace(const magi_ffa_bwd_params* params, \
-                                                     int64_t* needs) {                  \
-    return magi::portable::with_bwd_config<TYPE, D>(*params, [&](auto config) {         \
-      return magi::portable::bwd_workspace<decltype(config)>(*params, needs);           \
-    });                                                                                 \
-  }
+namespace magi {
+
+template <typename T, int kD, int kDv>
+magi_status launch_variant(const magi_ffa_bwd_params& a, const magi_ffa_remote*) {
+  return portable::with_bwd_config<T, kD>(
+      a, [&](auto config) { return portable::launch_bwd<decltype(config)>(a); });
+}
+
+template <typename T, int kD, int kDv>
+magi_status variant_workspace(const magi_ffa_bwd_params& a, int64_t* needs) {
+  return portable::with_bwd_config<T, kD>(
+      a, [&](auto config) { return portable::bwd_workspace<decltype(config)>(a, needs); });
+}
+
+}  // namespace magi

@@ -7,6 +7,7 @@
 #include "ffa/common/fwd_scalars.h"
 #include "ffa/common/host.h"
 #include "ffa/common/operands.h"
+#include "ffa/common/variant_table.h"
 #include "ffa/portable/budget.h"
 #include "ffa/portable/fwd/kernel.cuh"
 
@@ -107,16 +108,18 @@ magi_status with_fwd_config(const magi_ffa_fwd_params& a, Run run) {
 
 }  // namespace magi::portable
 
-#define MAGI_FFA_FWD_INSTANCE(TYPE, D, DV, STEM)                                        \
-  extern "C" magi_status magi_ffa_##STEM(const magi_ffa_fwd_params* params,             \
-                                         const magi_ffa_remote*) {                      \
-    return magi::portable::with_fwd_config<TYPE, D, DV>(*params, [&](auto config) {     \
-      return magi::portable::launch_fwd<decltype(config)>(*params);                     \
-    });                                                                                 \
-  }                                                                                     \
-  extern "C" magi_status magi_ffa_##STEM##_workspace(const magi_ffa_fwd_params* params, \
-                                                     int64_t* bytes) {                  \
-    return magi::portable::with_fwd_config<TYPE, D, DV>(*params, [&](auto config) {     \
-      return magi::portable::fwd_workspace<decltype(config)>(*params, bytes);           \
-    });                                                                                 \
-  }
+namespace magi {
+
+template <typename T, int kD, int kDv>
+magi_status launch_variant(const magi_ffa_fwd_params& a, const magi_ffa_remote*) {
+  return portable::with_fwd_config<T, kD, kDv>(
+      a, [&](auto config) { return portable::launch_fwd<decltype(config)>(a); });
+}
+
+template <typename T, int kD, int kDv>
+magi_status variant_workspace(const magi_ffa_fwd_params& a, int64_t* bytes) {
+  return portable::with_fwd_config<T, kD, kDv>(
+      a, [&](auto config) { return portable::fwd_workspace<decltype(config)>(a, bytes); });
+}
+
+}  // namespace magi

@@ -8,6 +8,7 @@
 #include <algorithm>
 
 #include "ffa/common/host.h"
+#include "ffa/common/variant_table.h"
 #include "ffa/sm90/bwd/kernel.cuh"
 #include "ffa/sm90/bwd/launch/check_arguments.h"
 #include "ffa/sm90/bwd/launch/set_params.cuh"
@@ -233,16 +234,16 @@ magi_status with_bwd_config(const magi_ffa_bwd_params& a, Run run) {
       a.block_m, kBlockM64, kBlockM80, kBlockM128);
 }
 
-}  // namespace magi
+template <typename T, int kD, int kDv>
+magi_status launch_variant(const magi_ffa_bwd_params& a, const magi_ffa_remote* remote) {
+  return with_bwd_config<T, kD, kDv>(
+      a, [&](auto config) { return launch_bwd<decltype(config)>(a, remote); });
+}
 
-#define MAGI_FFA_BWD_INSTANCE(TYPE, D, DV, STEM)                                                   \
-  extern "C" magi_status magi_ffa_##STEM(const magi_ffa_bwd_params* params,                        \
-                                         const magi_ffa_remote* remote) {                          \
-    auto run = [&](auto config) { return magi::launch_bwd<decltype(config)>(*params, remote); };   \
-    return magi::with_bwd_config<TYPE, D, DV>(*params, run);                                       \
-  }                                                                                                \
-  extern "C" magi_status magi_ffa_##STEM##_workspace(const magi_ffa_bwd_params* params,            \
-                                                     int64_t* needs) {                             \
-    auto run = [&](auto config) { return magi::bwd_workspace<decltype(config)>(*params, needs); }; \
-    return magi::with_bwd_config<TYPE, D, DV>(*params, run);                                       \
-  }
+template <typename T, int kD, int kDv>
+magi_status variant_workspace(const magi_ffa_bwd_params& a, int64_t* needs) {
+  return with_bwd_config<T, kD, kDv>(
+      a, [&](auto config) { return bwd_workspace<decltype(config)>(a, needs); });
+}
+
+}  // namespace magi

@@ -6,6 +6,7 @@
 
 #include "ffa/common/fwd_scalars.h"
 #include "ffa/common/host.h"
+#include "ffa/common/variant_table.h"
 #include "ffa/sm90/fwd/kernel.cuh"
 #include "ffa/sm90/peer_kv.h"
 
@@ -56,8 +57,9 @@ int64_t fwd_workspace_bytes(const FwdSplits& splits, int head_units) {
          4ll * C::kGroups * splits.tiles * head_units * splits.parts * partial_floats<C>();
 }
 
-template <typename C>
-magi_status fwd_workspace(const magi_ffa_fwd_params& a, int64_t* bytes) {
+template <typename T, int kD, int kDv>
+magi_status variant_workspace(const magi_ffa_fwd_params& a, int64_t* bytes) {
+  using C = FwdConfig<T, kD, kDv, true>;
   int sms = 0;
   MAGI_RETURN(multiprocessors(&sms));
   FwdSplits splits;
@@ -91,7 +93,7 @@ magi_status start_fwd(const magi_ffa_fwd_params& a, const magi_ffa_remote* remot
 }
 
 template <typename T, int kD, int kDv>
-magi_status launch_fwd(const magi_ffa_fwd_params& a, const magi_ffa_remote* remote) {
+magi_status launch_variant(const magi_ffa_fwd_params& a, const magi_ffa_remote* remote) {
   using C = FwdConfig<T, kD, kDv, true>;
   if (a.tile_tokens * a.pack != C::kBlockM || 64 % a.pack != 0)
     return fail(MAGI_INVALID_ARGUMENT,
@@ -118,13 +120,3 @@ magi_status launch_fwd(const magi_ffa_fwd_params& a, const magi_ffa_remote* remo
 }
 
 }  // namespace magi
-
-#define MAGI_FFA_FWD_INSTANCE(TYPE, D, DV, STEM)                                        \
-  extern "C" magi_status magi_ffa_##STEM(const magi_ffa_fwd_params* params,             \
-                                         const magi_ffa_remote* remote) {               \
-    return magi::launch_fwd<TYPE, D, DV>(*params, remote);                              \
-  }                                                                                     \
-  extern "C" magi_status magi_ffa_##STEM##_workspace(const magi_ffa_fwd_params* params, \
-                                                     int64_t* bytes) {                  \
-    return magi::fwd_workspace<magi::FwdConfig<TYPE, D, DV, true>>(*params, bytes);     \
-  }
