@@ -41,11 +41,6 @@ def test_an_export_has_what_git_knows_and_nothing_else(tmp_path):
     assert (source / "setup.py").stat().st_mtime_ns == stamp
 
 
-def test_the_key_is_that_of_the_sources():
-    names = ["setup.py", "csrc/include/magi/abi.h", "tests/ci/test_matrix.py"]
-    assert build.source_key(names) == build.source_key(names[:2]) != build.source_key(names[:1])
-
-
 def test_two_builds_of_a_checkout_that_changed_are_not_compared(monkeypatch, tmp_path, capsys):
     wheel = tmp_path / "magi_attention-1.whl"
     wheel.write_text("")
@@ -58,13 +53,6 @@ def test_two_builds_of_a_checkout_that_changed_are_not_compared(monkeypatch, tmp
     assert build.main(["--twice"]) == 0 and "built twice: 1 equal, 0 differ" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="The checkout changed while wheels were built"):
         build.main(["--twice"])
-
-
-def test_pythons_are_found_by_version():
-    here = f"{sys.version_info[0]}.{sys.version_info[1]}"
-    found = build.find_python(here)
-    assert found is None or found.is_file()
-    assert build.find_python("3.99") is None
 
 
 def test_an_environment_beside_the_torch_of_this_python(tmp_path, monkeypatch):
@@ -103,18 +91,6 @@ def test_what_cannot_be_built_is_said(monkeypatch, capsys):
     options = type("Options", (), given)
     assert [version for _, version, _, _ in build.plan(options)] == DATA["pythons"][:-1]
     assert "for Python 3.14 is left out" in capsys.readouterr().out
-
-
-def test_cibuildwheel_commands(capsys):
-    assert build.main(["--engine", "cibuildwheel", "--dry-run"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    here = [w for w in matrix.wheels(DATA) if w.machine == build.HERE]
-    assert [line.split()[-1] for line in lines] == [w.folder for w in here]
-    words = ["--engine", "cibuildwheel", "--dry-run", "--only", "magi_attention"]
-    assert build.main([*words, "--machine", "aarch64"]) == 0
-    (line,) = capsys.readouterr().out.splitlines()
-    assert "CIBW_ARCHS='aarch64'" in line and "cp314-manylinux_aarch64" in line
-    assert all("SOURCE_DATE_EPOCH=" in line and "CIBW_BUILD=" in line for line in lines)
 
 
 def test_cibuildwheel_understands_them(capsys):
@@ -212,23 +188,3 @@ def test_the_planner_is_cross_compiled_and_read_back(tmp_path):
     wheel = matrix.find("magi_attention", DATA, machine=other)
     found = check_wheel.check_library(library, wheel, row["glibc"], __version__)
     assert found == [] or "has no git revision" in found[0] and len(found) == 1
-
-
-def test_what_cannot_be_cross_compiled_is_said(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(build, "HERE", "x86_64")
-    kernels = matrix.find("magi-attention-kernels-sm90-cu13", DATA, machine="aarch64")
-    assert build.why_not_crossed(matrix.find(kernels.name, DATA), None) == ""
-    main = matrix.find("magi_attention", DATA, machine="aarch64")
-    assert "one Python of aarch64" in build.why_not_crossed(main, None)
-    monkeypatch.setattr(build.shutil, "which", lambda name: None)
-    assert "apt-get install g++-aarch64-linux-gnu" in build.why_not_crossed(kernels, None)
-    monkeypatch.setattr(build.shutil, "which", lambda name: name)
-    nvcc = tmp_path / "bin" / "nvcc"
-    assert "has no targets/sbsa-linux" in build.why_not_crossed(kernels, nvcc)
-    library = tmp_path / "targets" / "sbsa-linux" / "lib" / "libcudart_static.a"
-    library.parent.mkdir(parents=True)
-    library.touch()
-    assert build.why_not_crossed(kernels, nvcc) == ""
-    with pytest.raises(SystemExit):
-        build.main(["--machine", "aarch64", "--system-linker"])
-    assert "leave --system-linker out" in capsys.readouterr().err

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import json
 import os
 import subprocess
@@ -14,8 +15,6 @@ import compare_results as cr
 import gpu_regression as gr
 import pytest
 import result_files as rf
-
-from magi_attention.testing.waiting import DEADLINE_S
 
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = {
@@ -140,13 +139,6 @@ def test_a_slow_machine_is_not_our_doing():
     assert "TFLOP/s fell by 20.0% and those of the peers too" in v.line()
 
 
-def test_one_noisy_peer_of_several_does_not_decide():
-    three = results()
-    three["results"] += [r | {"name": "fa3", "tflops": 600.0} for r in three["results"] if r["name"] == "magi"]
-    assert verdict(three, changed(three, 1.3, names=("flex",))).status == "ok"
-    assert verdict(three, changed(three, 1.3, names=("flex", "cudnn"))).status == "slow"
-
-
 def test_without_peers_tflops_decide():
     alone = changed(results(), 0.8)
     alone["results"] = [r for r in alone["results"] if r["name"] == "magi"]
@@ -177,13 +169,6 @@ def test_other_shapes_and_samples_are_other_cells():
     assert notes == ["Not in the baseline: forward varlen_causal 4K, forward varlen_causal 32K."]
 
 
-@pytest.mark.parametrize("text", ["{}", '{"results": [1]}', "not json", '{"results": [{"mask": "full"}]}'])
-def test_other_files_are_refused(tmp_path, text):
-    (tmp_path / "x.json").write_text(text)
-    with pytest.raises(rf.Incomparable, match="x.json"):
-        rf.load(tmp_path / "x.json")
-
-
 def test_without_a_gpu_nothing_passes(monkeypatch, capsys):
     torch = pytest.importorskip("torch")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -207,59 +192,46 @@ def test_baselines_are_those_of_this_gpu(tmp_path):
         gr.baselines(tmp_path, None)
 
 
-def test_committed_results_are_baselines_of_themselves():
-    """What is committed can be read, says how it was measured, and passes against itself."""
-    files = [p for p in gr.BASELINES.glob("*.json") if p.stem.startswith("ffa_")]
-    assert files
-    import kernel
+def options_of(line: list[str]) -> dict:
+    """What the benchmark's own parser makes of a command line."""
+    at = next(i for i, word in enumerate(line) if word.startswith(f"{ROOT / 'benchmarks'}"))
+    program, words = importlib.import_module(Path(line[at]).stem), line[at + 1 :]
+    if words[0] == "rows":
+        program, words = importlib.import_module("range_ops"), words[1:]
+    options = program.make_parser().parse_args(words)
+    return program.settings_of(options) if program.__name__ == "kernel" else vars(options)
 
-    for path in files:
-        baseline = rf.load(path)
-        verdicts, notes = cr.compare(baseline, baseline)
-        assert verdicts and not notes and {v.status for v in verdicts} == {"ok"}
-        parts = gr._parts(baseline, None)
-        for direction, settings in parts:
-            line = gr.command(baseline.benchmark, direction, settings, Path("x"))
-            options = kernel.make_parser().parse_args(line[2:])
-            assert kernel.settings_of(options) == settings | {"direction": direction}
+
+RECORDS = [p for kind in ("ffa", "context", "group", "range") for p in sorted(gr.BASELINES.glob(f"{kind}_*.json"))]
+
+
+@pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.stem)
+def test_committed_results_are_baselines_of_themselves(path):
+    """What is committed can be read, passes against itself, and is measured again with the options that it had."""
+    baseline = rf.load(path)
+    verdicts, notes = cr.compare(baseline, baseline)
+    assert verdicts and not notes and {v.status for v in verdicts} == {"ok"}
+    parts = gr._parts(baseline, None)
+    for direction, settings in parts:
+        options = options_of(gr.command(baseline.benchmark, direction, settings, Path("x")))
+        again = {key: options[key] for key in settings.keys() & options.keys()}
+        assert {"masks", "rows", "megabytes"} & again.keys() and again.items() <= settings.items()
+    if baseline.benchmark == rf.KERNEL:
         covered = {(d, m, n) for d, s in parts for m in s["masks"] for n in s["seqlens"]}
         assert {(v.cell.direction, v.cell.mask, v.cell.seqlen) for v in verdicts} <= covered
 
 
-def test_committed_results_of_several_gpus_are_baselines_of_themselves():
-    files = sorted(gr.BASELINES.glob("context_parallel_*.json"))
-    assert files
-    import context_parallel
-
-    for path in files:
-        baseline = rf.load(path)
-        verdicts, notes = cr.compare(baseline, baseline)
-        assert verdicts and not notes and {v.status for v in verdicts} == {"ok"}
-        assert {v.cell.direction for v in verdicts} == {"forward", "backward", "both"}
-        ((direction, settings),) = gr._parts(baseline, None)
-        line = gr.command(baseline.benchmark, direction, settings, Path("x"))
-        assert line[1:6] == ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(baseline.world)]
-        parse = context_parallel.make_parser().parse_args
-        options, usual = vars(parse(line[9:])), vars(parse([]))  # options that came later are as they are by default
-        assert {k: v for k, v in options.items() if k != "out"} == {
-            k: settings.get(k, v) for k, v in usual.items() if k != "out"
-        }
-
-
 def test_every_option_of_several_gpus_is_given_again():
-    import context_parallel
-
-    parse = context_parallel.make_parser().parse_args
-    usual = {k: v for k, v in vars(parse([])).items() if k != "out"}
+    usual = vars(importlib.import_module("context_parallel").make_parser().parse_args([]))
+    del usual["out"]
     chosen = {
         "masks": ["causal"], "tokens": [64], "only": ["ring"], "heads": [8, 2], "dtype": "fp16", "chunk_size": 512,
         "time_limit": 7.0,
     }  # fmt: skip
     for key in usual.keys() - chosen.keys():
         chosen[key] = True if usual[key] is False else usual[key] + 2
-    assert set(chosen) == set(usual) and all(chosen[key] != usual[key] for key in usual)
-    given = vars(parse(gr._several_command({**chosen, "world": 4}, Path("x"))[9:]))
-    assert {k: v for k, v in given.items() if k != "out"} == chosen
+    given = options_of(gr._several_command({**chosen, "world": 4}, Path("x")))
+    assert set(chosen) == set(usual) and {k: v for k, v in given.items() if k != "out"} == chosen
 
 
 def several(factor: float = 1.0, world: int = 4, **others: float) -> dict:
@@ -291,15 +263,6 @@ def test_several_gpus():
     assert {v.status for v in cr.compare(before, run(several(world=2)))[0]} == {"missing"}
     with pytest.raises(rf.Incomparable, match="several benchmarks"):
         cr.merge([before, run(results())])
-    tries = [several(0.8), several()]
-    asked = []
-
-    def measure(benchmark: str, direction: str, settings: dict, name: str) -> rf.Run:
-        asked.append((direction, settings["masks"], settings["tokens"]))
-        return run(tries.pop(0))
-
-    verdicts, _ = gr.check("base", before, measure)
-    assert {v.status for v in verdicts} == {"ok"} and asked == [("all", MASKS, [8192])] * 2
 
 
 def test_baselines_of_more_gpus_than_are_here_are_left_out(tmp_path):
@@ -310,23 +273,6 @@ def test_baselines_of_more_gpus_than_are_here_are_left_out(tmp_path):
     (tmp_path / "one.json").unlink()
     with pytest.raises(rf.Incomparable, match="only of 4 x NVIDIA H100"):
         gr.baselines(tmp_path, ENVIRONMENT["gpu"], 1)
-
-
-def test_the_benchmark_runs_in_a_process(tmp_path, monkeypatch, capfd):
-    script = tmp_path / "fake.py"
-    script.write_text(
-        "import pathlib, sys, time\n"
-        "if 'slow' in sys.argv[1]: time.sleep(60)\n"
-        f"if 'good' in sys.argv[1]: pathlib.Path(sys.argv[1] + '.json').write_text({json.dumps(results())!r})\n"
-    )
-    monkeypatch.setattr(gr, "command", lambda *given: [sys.executable, str(script), str(given[-1])])
-    assert len(gr.measurer(tmp_path, DEADLINE_S)("kernel", "forward", {}, "good").results) == 4
-    (tmp_path / "left.json").write_text(json.dumps(results()))
-    with pytest.raises(rf.Incomparable, match="wrote no left.json"):
-        gr.measurer(tmp_path, DEADLINE_S)("kernel", "forward", {}, "left")
-    with pytest.raises(rf.Incomparable, match="wrote no slow.json"):
-        gr.measurer(tmp_path, 0.5)("kernel", "forward", {}, "slow")
-    assert "took over 0 s and was stopped" in capfd.readouterr().out
 
 
 @pytest.mark.parametrize(("tests_pass", "factor", "code"), [(True, 1.0, 0), (False, 1.0, 1), (True, 0.8, 1)])
@@ -340,24 +286,6 @@ def test_exit_codes_of_a_whole_run(tmp_path, monkeypatch, capsys, tests_pass, fa
     last = capsys.readouterr().out.splitlines()[-1]
     assert last == {0: "passed", 1: "failed: forward" if tests_pass else "failed: tests"}[code]
     assert gr.main(["--baselines", str(tmp_path / "base"), "--only", "backward"]) == 2
-
-
-def test_a_part_of_the_baselines(tmp_path, monkeypatch, capsys):
-    put(tmp_path / "base", forward=results(), short=results(masks=["full"], seqlens=[1000]))
-    tries = Tries(results())
-    monkeypatch.setattr(gr, "gpus_here", lambda: (ENVIRONMENT["gpu"], 1))
-    monkeypatch.setattr(gr, "measurer", lambda folder, timeout: tries)
-    line = ["--baselines", str(tmp_path / "base"), "--out", str(tmp_path / "out"), "--skip-tests"]
-    assert gr.main([*line, "--masks", "varlen_causal", "--seqlens", "4K,1000"]) == 0
-    assert tries.asked == [("forward-try1-part1", ["varlen_causal"], [4096])]
-    assert "forward: 1 ok" in capsys.readouterr().out
-    for words, said in (
-        (["--masks", "diagonal"], "diagonal: not in a baseline; there are full, varlen_causal."),
-        (["--seqlens", "2K"], "2K: not in a baseline; there are 1000, 32768, 32K, 4096, 4K."),
-        (["--only", "short", "--seqlens", "4096"], "short have none of these masks at these lengths together"),
-    ):
-        assert gr.main([*line, *words]) == 2
-        assert said in capsys.readouterr().err
 
 
 def test_the_command_compares_files_without_a_gpu(tmp_path):
@@ -376,13 +304,3 @@ def test_the_command_compares_files_without_a_gpu(tmp_path):
     assert code == 1 and "forward full 4K: slow, 20.0% slower by ratio" in text and "backward" not in text
     code, text = said("other.json")
     assert code == 2 and "no baseline of NVIDIA H200, only of NVIDIA H100" in text
-
-
-def test_masks_other_than_usual_are_asked_for_again():
-    import kernel
-
-    options = kernel.make_parser().parse_args("--masks varlen_full --documents 512 --window 100".split())
-    settings = json.loads(json.dumps(kernel.settings_of(options)))
-    line = gr.command("kernel", "forward", settings, Path("x"))
-    assert kernel.settings_of(kernel.make_parser().parse_args(line[2:])) == settings
-    assert (settings["documents"], settings["window"]) == (512, 100)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -80,43 +79,6 @@ def test_a_known_difference_is_expected_until_it_is_gone():
     assert not strangers.judge(known, Outcome("failed", "KeyError: 1"), passed(*LOSSES)).is_as_expected
 
 
-def test_table_and_page():
-    good = strangers.judge(PROGRAM, passed(*LOSSES), passed(*LOSSES))
-    bad = strangers.judge(PROGRAM, Outcome("failed", "a | b\n<c>"), passed())
-    made = strangers.table([good, bad])
-    assert "| tiny | trl | passed | passed | passed | 2 losses agree |" in made
-    assert r"| tiny | trl | failed | passed | **failed, not expected** | a \| b &lt;c> |" in made
-    page = strangers.with_table(f"before\n{strangers.BEGIN}\nold\n{strangers.END}\nafter\n", made)
-    assert page == f"before\n{strangers.BEGIN}\n{made}\n{strangers.END}\nafter\n"
-    with pytest.raises(SystemExit, match="put them where the table belongs"):
-        strangers.with_table("no markers", made)
-    assert strangers.summary([good, bad]) == "1 passed, 0 refused, 1 failed, 0 not run"
-
-
-def test_a_git_directory_gives_the_tag_of_the_installed_version(monkeypatch, tmp_path):
-    checkout, folder = tmp_path / "checkout", tmp_path / "unpacked"
-    (checkout / "tests").mkdir(parents=True)
-
-    def git(*words: str) -> None:
-        name = ("-c", "user.name=n", "-c", "user.email=e@example.org")
-        subprocess.run(["git", *name, *words], cwd=checkout, check=True, capture_output=True)
-
-    git("init")
-    for text in ("old", "new"):
-        (checkout / "tests" / "a.txt").write_text(text)
-        git("add", ".")
-        git("commit", "--message", text)
-        if text == "old":
-            git("tag", "v1.2.3")
-    monkeypatch.setattr(strangers, "version", lambda name: "1.2.3")
-    place, which = strangers.unpacked("trl", checkout / ".git", folder)
-    assert (place / "tests" / "a.txt").read_text() == "old" and which.startswith("v1.2.3 (")
-    monkeypatch.setattr(strangers, "version", lambda name: "9.9.9")
-    place, which = strangers.unpacked("trl", checkout / ".git", tmp_path / "other")
-    assert (place / "tests" / "a.txt").read_text() == "new" and which.startswith("HEAD (")
-    assert strangers.unpacked("trl", checkout, folder)[0] == checkout
-
-
 def test_the_programs():
     names = [program.name for program in PROGRAMS]
     assert len(names) == len(set(names))
@@ -127,11 +89,3 @@ def test_the_programs():
     with pytest.raises(SystemExit, match="there is no program 'none'"):
         strangers.chosen(["none"])
     assert [program.name for program in strangers.chosen(["sft"])] == ["sft"]
-
-
-def test_the_locked_versions_stand_on_the_page():
-    page = strangers.PAGE.read_text()
-    lock = (ROOT / "ci" / "lock" / "integrations.txt").read_text()
-    for name, shown in (("transformers", "transformers"), ("trl", "TRL"), ("accelerate", "accelerate")):
-        locked = lock.partition(f"\n{name}==")[2].split()[0]
-        assert f"{shown} {locked}" in page, name

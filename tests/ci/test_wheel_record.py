@@ -61,22 +61,3 @@ def test_the_inputs_are_what_builds_import():
     assert sorted(n for n in read if not n.startswith((*INPUTS, *UNREAD, "ci/matrix.py"))) == []
     known = build.sources()
     assert [given for given in INPUTS if not any(name.startswith(given) for name in known)] == []
-
-
-def test_what_is_built_well_goes_on_record(monkeypatch, tmp_path, capsys):
-    code, made = [1], tmp_path / "x.whl"
-    made.write_text("")
-    monkeypatch.setattr(build, "toolkits", lambda homes: {"cu13": Path("/no/nvcc")})
-    monkeypatch.setattr(build, "build_here", lambda options, chosen, *args, **kwargs: [made] if chosen else [])
-    monkeypatch.setattr(build, "environment_of", lambda *args: Path(sys.executable))
-    monkeypatch.setattr(build, "check_wheels", lambda *args: code[0])
-    run = build.run
-    monkeypatch.setattr(build, "run", lambda words, *a, **k: NVCC if words[-1] == "--version" else run(words, *a, **k))
-    arguments = ["--only", KERNELS, "--record", str(tmp_path / "built.json")]
-    assert build.main(arguments) == 1 and not (tmp_path / "built.json").exists()
-    code[0] = 0
-    assert build.main(arguments) == 0
-    assert Record(tmp_path / "built.json", ROOT, build.sources()).has(KERNELS, build.HERE, NVCC)
-    capsys.readouterr()
-    assert build.main(arguments) == 0
-    assert f"{KERNELS} is left out: {tmp_path / 'built.json'} has these sources" in capsys.readouterr().out
