@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import json
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -115,17 +113,6 @@ def test_calls_of_all_kinds_give_the_gradients_again_and_again(name, is_both, mo
     assert ours.calls == (["forward", "backward"] if is_both else ["backward"]) * 4  # magi_host and magi_det
 
 
-def test_compiled_peer_can_be_differentiated_twice():
-    def compiled_peer(q, k, v, case):
-        compiled = torch.compile(lambda: dense_peer(q, k, v, case)(), backend="aot_eager")
-        return lambda: compiled()
-
-    case = masks.make_case("causal", 40)
-    call = peers_backward.by_autograd(compiled_peer, False)(*inputs(case), case)
-    assert functorch.donated_buffer is False
-    assert all(torch.equal(a, b) for a, b in zip(call(), call()))
-
-
 def test_wrong_and_failing_gradients_are_not_timed(monkeypatch):
     def no_memory(q, k, v, case):
         raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB\nmore lines")
@@ -150,13 +137,6 @@ def test_wrong_and_failing_gradients_are_not_timed(monkeypatch):
     assert results["half"].reason.startswith("wrong: relative error 0.5 of dv")
     assert results["none"].reason == "OutOfMemoryError: Tried to allocate 2.00 GiB"
     assert results["cudnn"].reason.startswith("TypeError")
-
-
-@pytest.mark.parametrize("name", peers.OUR_WHEELS)
-def test_a_wheel_says_why_it_cannot_run(name):
-    case = masks.make_case("causal", 8)
-    with pytest.raises(peers.Unfit, match="not on cpu tensors"):
-        peers_backward.ours(True, wheel=name)(*inputs(case), case)
 
 
 class FakeEvent:
@@ -192,45 +172,6 @@ def test_a_call_that_fails_while_timed_leaves_the_others(monkeypatch):
     assert failed == {"early": "OutOfMemoryError: no memory", "late": "RuntimeError: launch failed"}
 
 
-def stub_run(monkeypatch, direction, makers):
-    """``run_mask`` of short masks on the CPU, with times of our own."""
-    inputs_on = kernel.make_inputs
-    monkeypatch.setattr(kernel, "make_inputs", lambda c, h, d, t, _, **more: inputs_on(c, h, d, t, "cpu", **more))
-    monkeypatch.setattr(kernel, "interleaved_us", lambda calls, *rest: {n: [10.0] * 3 for n in calls})
-    monkeypatch.setattr(kernel, "host_us", lambda call: 7.0)
-    options = kernel.make_parser().parse_args(f"--direction {direction} --heads 4 2 --head-dim 16 --host".split())
-    if direction != "forward":
-        makers = peers_backward.gradient_makers(makers, direction == "both")
-    return options, kernel.run_mask("varlen_causal", 96, (4, 2), options, makers)
-
-
-@pytest.mark.parametrize("direction", ["backward", "both"])
-def test_a_run_says_its_direction_everywhere(monkeypatch, tmp_path, direction):
-    monkeypatch.setattr(peers_backward, "our_backend", lambda: StandIn())
-    options, results = stub_run(monkeypatch, direction, {"magi_host": peers._ours_host, "dense": dense_peer})
-    area = masks.make_case("varlen_causal", 96, 0).mask.area
-    want = {"backward": 10, "both": 14}[direction] * area * 4 * 16 / 10.0 / 1e6
-    for result in results:
-        assert result.direction == direction and result.reason is None and len(result.samples) == 4
-        assert result.samples[0] == pytest.approx(want)
-    assert [(r.name, r.workspace_bytes, r.host_us) for r in results] == [
-        ("magi_host", 1234, 7.0), ("magi_det", 1234, 7.0), ("dense", None, None)
-    ]  # fmt: skip
-    for result in results[:1]:
-        result.name = "magi"
-    title, header, _, row, draws = kernel.table(results, ["magi", "dense"]).splitlines()
-    assert title == f"Attention {kernel.TITLES[direction]}, TFLOP/s"
-    assert header.endswith("workspace bytes") and row.split()[-2:] == ["7.0", "1,234"]
-    assert draws == "varlen_causal 96, 4 draws, mean of ratios: / dense 1.00 (1.00 to 1.00)"
-    drawn = []
-    monkeypatch.setattr(kernel, "draw", drawn.append)
-    kernel.save(results, options, tmp_path / "run")
-    data = json.loads((tmp_path / "run.json").read_text())
-    assert {r["direction"] for r in data["results"]} == {direction} == {data["settings"]["direction"]}
-    assert data["results"][0]["workspace_bytes"] == 1234
-    assert drawn == [tmp_path / "run.json"]
-
-
 def test_single_draws_and_what_a_file_says(monkeypatch, tmp_path, capsys):
     def result(name: str, *samples: float, mask: str = "varlen_full") -> kernel.Result:
         return kernel.Result(mask, 4096, name, tflops=sum(samples) / len(samples), samples=list(samples))
@@ -262,22 +203,3 @@ def test_what_is_no_record_is_said(tmp_path):
 @pytest.mark.parametrize("file", sorted((BENCHMARKS / "results").glob("ffa_*.json")), ids=lambda f: f.stem)
 def test_records_can_be_shown(file):
     assert "Attention" in kernel.show(file) and "magi" in kernel.show(file)
-
-
-def test_statistics_of_rows_that_see_nothing():
-    case = SimpleNamespace(mask=SimpleNamespace(slices=SimpleNamespace(array=[(2, 4, 0, 3, 0)])), seqlen=6)
-    lse, delta = reference.row_statistics(case, *inputs(case), chunk_bytes=1)
-    for x in (lse, delta):
-        assert torch.isfinite(x).all() and (x[[0, 1, 4, 5]] == 0).all() and (x[2:4] != 0).all()
-
-
-def test_no_call_always_follows_the_same_one(monkeypatch):
-    monkeypatch.setattr(timing, "WARM_UP_SECONDS", 0.0)
-    monkeypatch.setattr(timing.torch, "empty", lambda *a, **k: torch.zeros(1))
-    cuda = SimpleNamespace(synchronize=lambda _: None, Event=FakeEvent, _sleep=lambda _: None)
-    monkeypatch.setattr(timing.torch, "cuda", cuda)
-    order: list[str] = []
-    timing.interleaved_us({n: partial(order.append, n) for n in "abc"}, 8, {})
-    rounds = [order[i : i + 3] for i in range(0, 24, 3)]
-    assert all(sorted(r) == ["a", "b", "c"] for r in rounds)
-    assert {p for p, n in zip(order, order[1:]) if n == "a"} >= {"b", "c"}

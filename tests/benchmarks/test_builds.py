@@ -87,38 +87,6 @@ def test_a_build_that_is_wrong_is_named_and_fails_the_run(on_cpu, files, monkeyp
     assert row.split()[2 if which == "old" else 3] == "-"
 
 
-def test_a_build_without_the_kernel_is_refused(on_cpu, files, monkeypatch, capsys):
-    def made(file, folder):
-        backend = StandIn()
-        backend.library.has = lambda kind, *_: folder.name == "old" or kind == "fwd"
-        return backend
-
-    monkeypatch.setattr(builds, "backend_of", made)
-    with pytest.raises(SystemExit):
-        builds.main([*map(str, files), *SHORT])
-    assert "new.so.gz has no kernel bwd for bf16 and head dim 16" in capsys.readouterr().err
-    assert builds.main([*map(str, files), "--direction", "forward", "--masks", "full", *SHORT]) == 0
-    monkeypatch.setenv("MAGI_ATTENTION_FORCE_JIT_BUILD", "1")
-    with pytest.raises(SystemExit):
-        builds.main([*map(str, files), *SHORT])
-    assert "unset it" in capsys.readouterr().err
-
-
-def test_what_is_refused(files, monkeypatch, capsys):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for arguments, sentence in (
-        ([], "required"),
-        (["nowhere.so"], "no such file: nowhere.so"),
-        ([str(files[0]), "--turns", "--direction", "forward"], "are for --direction backward"),
-        ([str(files[0]), "--steps", "64", "--direction", "forward"], "are for --direction backward"),
-        ([str(files[0]), "--steps", "96"], "96"),
-        ([str(files[0])], "there is no GPU"),
-    ):
-        with pytest.raises(SystemExit):
-            builds.main(arguments)
-        assert sentence in capsys.readouterr().err
-
-
 @pytest.mark.skipif(find(FFA_SM90) is None, reason="the CUDA kernels are not built here")
 def test_libraries_of_two_builds_are_loaded_apart(tmp_path):
     library = find(FFA_SM90)

@@ -110,20 +110,6 @@ def test_every_cell_of_the_committed_records():
     assert looked_at > 500
 
 
-def test_records_are_narrowed():
-    parser, options = builds.make_parser(), None
-    record = str(checkouts.RECORDS / "kernel_backward_h100.json")
-    words = [".", "--records", record, "--masks", "causal", "--seqlens", "4K", "--no-deterministic"]
-    options = parser.parse_args(words)
-    options.directions = checkouts.DIRECTIONS
-    assert [(c.function, c.direction) for c in checkouts.cells_of(options)] == [
-        ("flex_flash_attn_func", "backward"), ("attend", "backward"),
-    ]  # fmt: skip
-    options.records = [checkouts.RECORDS / "range_ops_h100.json"]
-    with pytest.raises(SystemExit, match="no cells of attention on one GPU"):
-        checkouts.cells_of(options)
-
-
 CELL = Cell("attend", "forward", "full", 64, (4, 2), (8, 8), "bf16")
 
 
@@ -183,28 +169,3 @@ def test_other_results_fail_whatever_their_time(tmp_path, rows):
 def test_what_the_old_side_does_not_run_is_no_fault(who, is_fault, words):
     found = Measured(CELL, reason=dict.fromkeys(who, "no kernel"))
     assert (found.fault(0.01) is not None) == is_fault and words in checkouts.line(found, 0.01)
-
-
-def test_a_side_that_ends_is_named(tmp_path):
-    package = tmp_path / "magi_attention"
-    package.mkdir()
-    (package / "__init__.py").write_text("raise SystemExit(3)\n")
-    with pytest.raises(SystemExit, match="ended at 'hello' with 3"):
-        checkouts.Side("old", tmp_path).check()
-
-
-@needs_checkout
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ([str(ROOT)], "name two checkouts"),
-        ([str(ROOT), str(ROOT / "docs")], "name two checkouts"),
-        ([str(ROOT), str(ROOT), "--turns"], "for libraries"),
-        ([str(ROOT), str(ROOT), "--masks", "nothing"], "nothing: no mask"),
-        ([str(ROOT), str(ROOT), "--rounds", "0"], "1 or more"),
-    ],
-)
-def test_what_is_refused(arguments, words, capsys):
-    with pytest.raises(SystemExit):
-        builds.main(arguments)
-    assert words in capsys.readouterr().err

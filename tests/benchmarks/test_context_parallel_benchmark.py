@@ -42,18 +42,6 @@ def case_of(name: str, total: int, seed: int) -> masks.Case:
 # ---- documents and layouts ------------------------------------------------------------------------------
 
 
-def test_packs_are_full_repeatable_and_follow_the_distribution():
-    packs = cp_layout.draw_packs(32768, 40, 3)
-    assert packs == cp_layout.draw_packs(32768, 40, 3) != cp_layout.draw_packs(32768, 40, 4)
-    assert {sum(pack) for pack in packs} == {32768}
-    lengths = np.array([length for pack in packs for length in pack])
-    assert lengths.min() >= 1 and lengths.max() == 32768 // cp_layout.LONGEST_SHARE
-    # Among the documents that no cut made, 201 to 500 tokens are the most frequent, 0.284 of all that are drawn.
-    whole = lengths[np.isin(lengths, [(low + high) // 2 for low, high, _ in cp_layout._DOCUMENTS[1:9]])]
-    assert np.mean(whole == 350) == pytest.approx(3_794_735 / 13_084_907, abs=0.06)
-    assert all(sum(pack) == 7 for pack in cp_layout.draw_packs(7, 5, 0))
-
-
 @pytest.mark.parametrize("parts,multiple", [(1, 1), (2, 1), (3, 1), (2, 2), (4, 1)])
 @pytest.mark.parametrize("name", masks.ALL_NAMES)
 def test_layouts_hold_every_token_once_and_every_pair_once(name, parts, multiple):
@@ -85,14 +73,6 @@ def add_pairs(counts, table, rows, keys):
     i, j = np.nonzero(dense)
     assert (rows[i] >= 0).all() and (keys[j] >= 0).all()
     np.add.at(counts, (rows[i], keys[j]), 1)
-
-
-@pytest.mark.parametrize("name", ["causal", "varlen_causal"])
-def test_zigzag_balances(name):
-    case = masks.Case(name, 400, (400,) if name == "causal" else (160, 80, 160))
-    layout = cp_layout.Layout(case, 4)
-    assert layout.is_zigzag and layout.total == 400
-    assert len({layout.local_slices(part).area for part in range(4)}) == 1
 
 
 # ---- peers ----------------------------------------------------------------------------------------------
@@ -298,37 +278,3 @@ def check_cell(cell: dict) -> None:
         assert cell["name"] == "one_gpu" or set(pack["errors"]) == {"out", "dq", "dk", "dv"}
         if not is_varlen:
             assert pack["area"] == (2 * cell["tokens_per_gpu"]) ** 2
-
-
-def test_command_line(capsys, monkeypatch):
-    monkeypatch.delenv("RANK", raising=False)
-    assert context_parallel.main([]) == 2 and "torchrun" in capsys.readouterr().err
-    options = context_parallel.make_parser().parse_args("--tokens 8K,64 --only ring,magi_fused".split())
-    assert options.tokens == [8192, 64] and options.only == ["ring", "magi_fused"]
-    for wrong in (["--only", "star"], ["--rounds", "2"], ["--rounds", "-1"], ["--rounds", "some"]):
-        with pytest.raises(SystemExit):
-            context_parallel.make_parser().parse_args(wrong)
-
-
-def test_rounds_give_medians_and_the_most_memory():
-    def measured(ms: float, exposed: float | None, memory: dict | None) -> dict:
-        times = {d: {"ms": ms, "exposed_ms_max": exposed} for d in cp_report.DIRECTIONS}
-        return {"area": 5, "errors": {"out": ms}, "times": times, "memory": memory}
-
-    rounds = [measured(2.0, 0.5, {"both": 3}), measured(9.0, 0.1, {"both": 7}), measured(3.0, 0.3, None)]
-    found = cp_report.median_of_rounds(rounds)
-    assert found["times"]["both"] == {"ms": 3.0, "exposed_ms_max": 0.3}
-    assert found["memory"] == {"both": 7} and found["area"] == 5 and found["errors"] == {"out": 2.0}
-    untold = cp_report.median_of_rounds([*rounds[:2], measured(1.0, None, None)])
-    assert untold["times"]["forward"] == {"ms": 2.0, "exposed_ms_max": None}
-    assert cp_report.median_of_rounds([rounds[2]])["memory"] is None
-
-
-def test_shares_of_documents_are_the_local_part_of_the_mask():
-    case = masks.Case("varlen_causal", 30, (7, 13, 10))
-    shares = [cp_layout.share_of_documents(case, part, 3) for part in range(3)]
-    assert [share.documents for share in shares] == [(7, 3), (10,), (10,)]
-    dense = case.mask.to_dense()
-    for part, share in enumerate(shares):
-        rows = slice(10 * part, 10 * part + 10)
-        assert np.array_equal(share.mask.to_dense(), dense[rows, rows])

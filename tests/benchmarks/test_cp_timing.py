@@ -76,26 +76,9 @@ def test_wall_clock_is_per_layer_of_a_row_and_each_backward_has_its_own_forward(
     assert clock.calls == expected
 
 
-@pytest.mark.parametrize("seconds, iterations", [(0.0, 0), (1.0, 1), (13.0, 1), (14.0, 2), (39.0, 3)])
-def test_heating_up_lasts_as_long_as_is_asked_for(clock, seconds, iterations):
-    """13 s an iteration; ranks agree after each whether to go on."""
-    assert cp_timing.heat_up(cp_timing.Step(clock.forward, clock.backward), clock, seconds) == iterations
-    assert clock.calls == [call for i in range(iterations) for call in (("forward", i), ("backward", i), "agreed")]
-    assert clock.now == iterations * (FORWARD + BACKWARD + DRAIN)
-
-
 def test_device_time_leaves_out_warm_up_and_what_is_between_the_phases(clock):
     times = cp_timing.device_ms(cp_timing.Step(clock.forward, clock.backward), clock, warm_up=2, repeats=3)
     assert times == {"forward": [FORWARD * 1e3] * 3, "backward": [BACKWARD * 1e3] * 3}
     assert [call for call in clock.calls if call != "meet"] == [
         (phase, state) for state in range(5) for phase in cp_timing.PHASES
     ]
-
-
-def test_kernels_alone_are_the_median_without_the_first(clock):
-    durations = iter([50.0, 3.0, 1.0, 2.0])
-
-    def kernel() -> None:
-        clock.now += next(durations)
-
-    assert cp_timing.kernel_ms([kernel], clock, repeats=3) == 2000.0

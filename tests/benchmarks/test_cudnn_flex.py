@@ -61,24 +61,6 @@ def test_masks_without_pairs():
         assert endpoints.shape == (1, 1, 6) and not endpoints.any()
 
 
-@pytest.mark.parametrize("name", masks.NAMES)
-def test_endpoints_of_the_benchmark(name):
-    case = masks.make_case(name, 2600, sample=3, window=700 if "window" in name else None)
-    slices = case.mask.slices.array
-    endpoints = key_endpoints(slices, case.seqlen)
-    check_form(endpoints, case.seqlen, case.seqlen)
-    assert np.array_equal(seen_by(endpoints, case.seqlen), case.mask.to_dense())
-    assert endpoints.shape[1] == (3 if case.is_varlen or case.window else 1)
-    if case.is_varlen:  # counted from the first key of its document, a row has one interval
-        origin = np.repeat(case.cu_seqlens[:-1], case.documents)
-        by_document = key_endpoints(slices, case.seqlen, origin)
-        check_form(by_document, case.seqlen, max(case.documents))
-        assert by_document.shape[1] == 1
-        assert np.array_equal(
-            by_document[0, 0] + origin, endpoints[0, 2] + (endpoints[0, 0] - endpoints[0, 2]) * (origin == 0)
-        )
-
-
 class StandIn:
     """``create_mask_plan`` and ``flex_attn_func`` on the CPU, by the dense mask of the endpoints."""
 

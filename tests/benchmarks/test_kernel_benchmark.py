@@ -3,21 +3,15 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-from types import SimpleNamespace
-
 import kernel
 import masks
 import numpy as np
 import peers
 import pytest
 import reference
-import result_file
 import torch
 from result_files import load
 
-from magi_attention.benchmarking import timing
 from magi_attention.kernels import AttnOptions, SdpaOnlineBackend
 from magi_attention.kernels.types import Operands
 
@@ -126,75 +120,3 @@ def test_several_pairs_of_heads(tmp_path, capsys):
         with pytest.raises(SystemExit):
             kernel.main([*small, "--heads", *wrong])
         assert "--heads takes pairs" in capsys.readouterr().err
-
-
-def test_table_json_and_plot(tmp_path):
-    def result(mask, seqlen, name, tflops, **more):
-        return kernel.Result(mask, seqlen, name, tflops=tflops, median_us=100.0, **more)
-
-    results = [
-        result("causal", 4096, "magi", 600.0, host_us=12.3),
-        result("causal", 4096, "cudnn", 500.0),
-        result("causal", 1024, "magi", 300.0),
-        result("causal", 1024, "cudnn", 0.0, reason="no kernel"),
-    ]
-    text = kernel.table(results, ["magi", "cudnn"])
-    lines = text.splitlines()
-    assert lines.pop(0) == "Attention forward, TFLOP/s"
-    assert lines[2].split() == ["causal", "4K", "600", "500", "100.0", "1.20", "12.3"]
-    assert lines[3].split() == ["causal", "1K", "300", "-", "100.0", "-", "-"]
-    assert lines[4] == "cudnn on causal, 1024 tokens: no kernel"
-    options = kernel.make_parser().parse_args([])
-    kernel.save(results, options, tmp_path / "a" / "run")
-    data = json.loads((tmp_path / "a" / "run.json").read_text())
-    assert data["results"][0]["direction"] == data["settings"]["direction"] == "forward"
-    assert data["results"][0]["tflops"] == 600.0 and data["environment"]["torch"] == torch.__version__
-    pytest.importorskip("matplotlib")
-    assert (tmp_path / "a" / "run.png").stat().st_size > 1000
-
-
-def test_where_the_commit_is_from(monkeypatch):
-    """The checkout; without one, as in images, which have no git either, the library that is installed."""
-    given = {"git": "1234567-dirty", "record": SimpleNamespace(revision="7654321")}
-    monkeypatch.setattr(result_file, "output_of", lambda argv, **_: given[argv[0]])
-    monkeypatch.setattr(result_file, "find", lambda name: Path(name))
-    monkeypatch.setattr(result_file, "read_info", lambda path: given["record"])
-    assert result_file.commit() == "1234567-dirty"
-    given["git"] = None
-    assert result_file.commit() == "7654321"
-    given["record"] = SimpleNamespace(revision="")
-    assert result_file.commit() is None
-    given["record"] = None
-    assert result_file.commit() is None
-
-
-@pytest.mark.parametrize("gpu_seconds, calls_made", [(1e-4, 1 + 5 * 100), (0.05, 1 + 5 * 3), (1.5, 1 + 5)])
-def test_host_times_take_fewer_calls_of_long_kernels(gpu_seconds, calls_made, monkeypatch):
-    """On a time that only launches, 30 us each, and waits for the GPU advance."""
-    now, queued, calls = 0.0, 0, 0
-
-    def launch() -> None:
-        nonlocal now, queued, calls
-        now, queued, calls = now + 3e-5, queued + 1, calls + 1
-
-    def synchronize() -> None:
-        nonlocal now, queued
-        now, queued = now + queued * gpu_seconds, 0
-
-    monkeypatch.setattr(timing.time, "perf_counter", lambda: now)
-    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
-    assert timing.host_us(launch) == pytest.approx(30.0)
-    assert calls == calls_made
-
-
-def test_blocks_of_a_long_document():
-    case = masks.Case("varlen_block_causal", 5000, (4300, 700))
-    want = dense(case)
-    assert case.mask.area == want.sum() == 2048 * 2048 + 2048 * 4096 + 204 * 4300 + 700 * 700
-    assert np.array_equal(case.mask.to_dense(), want)
-
-
-def test_summary():
-    got = timing.summary([float(x) for x in range(1, 22)])
-    assert got["median_us"] == 11.0 and got["p10_us"] < 4 and got["p90_us"] > 18
-    assert timing.summary([5.0]) == {"median_us": 5.0, "p10_us": 5.0, "p90_us": 5.0}

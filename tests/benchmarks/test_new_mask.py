@@ -7,7 +7,6 @@ import json
 from pathlib import Path
 
 import new_mask
-import numpy as np
 import pytest
 
 from magi_attention.testing.libraries import planner_or_skip
@@ -31,22 +30,3 @@ def test_the_parts_of_each_mask(tmp_path, capsys):
         assert abs(row["sum_ms"] - sum(row["ms"].get(part, 0) for part in new_mask.PARTS)) < 0.011
     printed = capsys.readouterr().out.splitlines()
     assert len(printed) == 9 and all(str(row["sum_ms"]) in text for row, text in zip(record["rows"], printed[1:]))
-
-
-def test_every_repeat_has_a_mask_that_is_new(monkeypatch):
-    """Else memos would be timed; the first one, which loads libraries, does not count."""
-    seen, one = [], new_mask.one_rank
-    monkeypatch.setattr(new_mask, "one_rank", lambda clock, mask, tokens: (seen.append(mask), one(clock, mask, tokens)))
-    row = new_mask.measure(2048, 1, "documents causal", 3)
-    assert len(seen) == len({id(x) for x in seen}) == 4 and row["mask"] == "documents causal"
-    masks = {name: new_mask.slices_of(name, 5000, 0).array for name in new_mask.MASKS}
-    assert all(int(rows[:, 1].max()) == 5000 for rows in masks.values()) and len(masks["causal"]) == 1
-    assert not np.array_equal(masks["documents full"], masks["documents causal"])
-    assert masks["block causal"][:, 2].tolist() == [0, 0, 0, 0]
-
-
-@pytest.mark.parametrize("argument", ("--tokens=x", "--ranks=0"))
-def test_bad_arguments(argument, capsys):
-    with pytest.raises(SystemExit):
-        new_mask.main([argument])
-    assert "invalid" in capsys.readouterr().err

@@ -4,13 +4,11 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 
 import group_collectives
 import kernel
 import node_exchange
-import parts
 import planner
 import pytest
 
@@ -29,15 +27,6 @@ def test_a_part_has_options_of_its_own(name, word, capsys):
         PROGRAMS[name].main(["--help"])
     own = capsys.readouterr().out
     assert f"usage: {name}.py {word} " not in own and f" {word}: " in " ".join(own.split())
-
-
-def test_the_command_line_is_read_where_no_arguments_are_given(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(sys, "argv", ["kernel.py", "stalls", str(tmp_path / "none.csv")])
-    with pytest.raises(SystemExit) as stop:
-        kernel.main()
-    assert stop.value.code == 2 and "none.csv" in capsys.readouterr().err
-    monkeypatch.setattr(sys, "argv", ["kernel.py", "--heads"])
-    assert parts.run_part(None, kernel.PARTS) is None and parts.run_part([], kernel.PARTS) is None
 
 
 @pytest.mark.skipif(not (ROOT / "docs").is_dir(), reason="there are no pages here")
@@ -61,11 +50,3 @@ def test_programs_of_several_ranks_say_how_they_are_run(program, monkeypatch, ca
     with pytest.raises(SystemExit):
         program.main([])
     assert "torchrun" in capsys.readouterr().err
-
-
-def test_rates_are_of_the_bytes_received():
-    cell = {"rows": 4096, "received_bytes": 2**24, "us": {"copy": 40.0, "cast": 50.0, "reduce": 80.0}}
-    line = group_collectives.table([cell]).split("\n")[3]
-    assert "50.0 (336)" in line and line.split()[-2:] == ["0.80", "0.50"], "GB/s, and shares of a copy"
-    told = node_exchange.line("blocks", [200.0, 400.0], [50_000_000, 60_000_000], [{"put": 120.0}, {}])
-    assert "cast  200.0 us (250 GB/s, put 120)" in told and told.endswith("reduce  400.0 us (150 GB/s)")

@@ -6,14 +6,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 import sparse_bench
 import sparse_cases
 import sparse_peers
 import torch
-from kernel import Result, make_inputs, prepare
-from peers import Unfit
+from kernel import Result, prepare
 from peers_backward import by_autograd
 from result_files import SPARSE, load
 from sparse_check import SparseBackwardCheck, SparseForwardCheck
@@ -36,18 +34,6 @@ def test_patterns_are_what_their_slices_or_lists_say(name):
         assert torch.equal(case.lists(torch.device("cpu")).counts[:, 0], seen.sum(1).int())
     else:
         assert torch.equal(torch.from_numpy(case.mask.check().to_dense()), seen)
-
-
-def test_shapes_of_patterns():
-    blocks = sparse_cases.make_case("b16_random_0.3", 16 * 20).blocks
-    assert (blocks.sum(1) == 6).all()
-    assert sparse_cases.tiles_of(64) == (4, 4, 4) and sparse_cases.tiles_of(512) == (8, 8, 8)
-    assert sparse_cases.tiles_of(256) == (4, 8, 8)
-    video = sparse_cases.make_case("b128_video", 8192).blocks
-    assert video[-1].sum() == 8 + 16 and video[:, 0].all()  # a corner, its neighbours, and the first frame
-    for name, words in (("diagonal", "no pattern"), ("b0_video", "whole number"), ("b48_window", "whole number")):
-        with pytest.raises(ValueError, match=words):
-            sparse_cases.make_case(name, TOKENS)
 
 
 def wrong(q, k, v, case):
@@ -75,21 +61,6 @@ def test_all_implementations_are_right_and_wrong_ones_are_found(name, monkeypatc
         assert results["wrong"].reason.startswith("wrong: relative error")
         assert all(results[n].error < 1e-4 for n in fits)
         assert tensors[2] is not None or "not as columns of the keys" in results["flex"].reason
-
-
-def test_larger_blocks_of_a_peer_are_whole_or_in_part():
-    case = sparse_cases.make_case("b16_random_0.3", TOKENS)
-    masks = [sparse_peers._flex_blocks(case, torch.device("cpu"), size) for size in (16, 64)]
-    assert masks[0].kv_num_blocks.sum() == 0 and masks[0].full_kv_num_blocks.sum() == case.blocks.sum()
-    seen = case.seen(torch.arange(TOKENS)).unflatten(1, (2, 64)).unflatten(0, (2, 64))
-    whole, some = seen.all(3).all(1).sum(), seen.any(3).any(1).sum()
-    assert masks[1].full_kv_num_blocks.sum() == whole and masks[1].kv_num_blocks.sum() == some - whole
-
-
-def test_many_stretches_of_keys_are_not_compiled_for():
-    case = sparse_cases.BlockCase("b1_stripes", 40, 1, np.tile(np.arange(40) % 2 == 0, (40, 1)))
-    with pytest.raises(Unfit, match="20 stretches"):
-        sparse_peers._cudnn(*make_inputs(case, (2, 1), 16, torch.bfloat16, "cpu"), case)
 
 
 def test_a_run_keeps_to_its_time_and_says_what_it_left_out(tmp_path, capsys):
