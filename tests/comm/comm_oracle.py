@@ -95,3 +95,10 @@ def scattered_nodes(sizes, rng: np.random.Generator) -> Nodes:
     """Nodes of these sizes whose ranks follow one another, or not."""
     labels = np.repeat(np.arange(len(sizes)), sizes)
     return Nodes.of((rng.permutation(labels) if rng.random() < 0.3 else labels).tolist())
+
+
+def draw_group_ends(rng: np.random.Generator, cast: WorldPlan) -> list[np.ndarray]:
+    """For each rank some rows of its output, ascending, and the last one."""
+    sizes = [spec.output_rows for spec in cast.specs]
+    drawn = [np.sort(rng.choice(n, min(n, rng.integers(0, 4)), replace=False)) for n in sizes]
+    return [np.unique(np.append(rows[rows > 0], n)) for rows, n in zip(drawn, sizes)]

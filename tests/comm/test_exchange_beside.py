@@ -11,9 +11,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from comm_oracle import cast_rows, everybody, random_plan
+from comm_oracle import cast_rows, draw_group_ends, everybody, random_plan
 from cpu_verbs import CpuFactory
-from test_two_level_transfers import draw_group_ends
 
 from magi_attention.comm.collectives.wire import RowPack
 from magi_attention.comm.exchange.beside import ExchangeBeside

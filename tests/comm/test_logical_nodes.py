@@ -9,9 +9,8 @@ from logical_nodes import Size
 from magi_attention.testing.spawn import run_processes
 
 
-def test_plans_late_ranks_attention_and_a_rank_that_ends(library, tmp_path):
+def test_plans_late_ranks_and_attention(library, tmp_path):
     size = Size(plans=6, repetitions=4, tokens=32, heads=(4, 2), head_dim=8, cpu=(library, tmp_path))
     for faults, lines in run_processes(4, logical_nodes.main, 2, size):
         print(*lines, sep="\n")
         assert not faults
-    assert run_processes(4, logical_nodes.end_in_an_exchange, 2, size, "put", 3.0) == [None] * 4

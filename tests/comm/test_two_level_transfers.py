@@ -4,10 +4,9 @@ run them, over a network that delays and reorders."""
 
 import numpy as np
 import pytest
-from comm_oracle import random_plan, scattered_nodes
+from comm_oracle import draw_group_ends, random_plan, scattered_nodes
 
 from magi_attention.common.two_level.nodes import Nodes
-from magi_attention.common.two_level.traffic import direct_rows, two_level_rows
 from magi_attention.common.two_level.transfers import Region, plan_transfers
 from magi_attention.errors import ContractError
 
@@ -22,13 +21,6 @@ def draw(seed, sizes, count=1, max_splits=4):
     casts = [random_plan(seed * 8 + i, nodes.world, max_splits) for i in range(count)]
     ends = [draw_group_ends(rng, cast) if rng.random() < 0.5 else None for cast in casts]
     return nodes, casts, [plan_transfers(c.specs, nodes, int(rng.integers(1, 5)), e) for c, e in zip(casts, ends)]
-
-
-def draw_group_ends(rng, cast):
-    """For each rank some rows of its output, ascending, and the last one."""
-    sizes = [spec.output_rows for spec in cast.specs]
-    drawn = [np.sort(rng.choice(n, min(n, rng.integers(0, 4)), replace=False)) for n in sizes]
-    return [np.unique(np.append(rows[rows > 0], n)) for rows, n in zip(drawn, sizes)]
 
 
 def far_rows(cast, nodes):
@@ -87,23 +79,6 @@ def test_no_put_is_longer_than_a_block():
         parts = plan_transfers(cast.specs, nodes, rows).ranks
         puts = [p for r in parts for p in (*r.send, *r.give, *(p for b in r.blocks for p in (*b.forward, b.back)))]
         assert puts and max(put.rows for put in puts) == rows
-
-
-@pytest.mark.parametrize("seed", range(30))
-def test_rows_by_link(seed):
-    nodes, (cast,), (plan,) = draw(seed, SHAPES[seed % len(SHAPES)])
-    node_of = nodes.node_of
-    pairs = [(s, j) for j, route in enumerate(cast.routes) for s, _ in route if s != j]
-    direct = direct_rows(cast.specs, nodes)
-    for rank in range(nodes.world):
-        sources = [s for s, j in pairs if j == rank]
-        assert direct.network[rank] == sum(node_of[s] != node_of[rank] for s in sources)
-        assert direct.node[rank] == sum(node_of[s] == node_of[rank] for s in sources)
-    levels = two_level_rows(cast.specs, nodes)
-    assert levels.network.sum() == plan.network_rows == len(far_rows(cast, nodes)) <= direct.network.sum()
-    assert levels.node.sum() == plan.node_rows
-    # nothing gets lost: what a node's ranks need comes over one link or the other
-    assert levels.network.sum() + levels.node.sum() >= len(pairs)
 
 
 def deliver(plan):
