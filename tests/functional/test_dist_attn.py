@@ -176,20 +176,8 @@ def test_equals_dense_attention(case: Case) -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_deterministic_twice(seed: int) -> None:
-    case = Case(
-        seed,
-        (2, 3, 4)[seed % 3],
-        (2, 0, None)[seed % 3],
-        False,
-        0,
-        (4, 2),
-        "sdpa_ol",
-        True,
-        0.0,
-        seed % 2 == 0,
-        False,
-        True,
-    )
+    cp, degree, hides = (2, 3, 4)[seed % 3], (2, 0, None)[seed % 3], seed % 2 == 0
+    case = Case(seed, cp, degree, False, 0, (4, 2), "sdpa_ol", True, 0.0, hides, False, True)
     plan, _, _, tensors, sink = make_problem(case)
     runs = [
         FakeWorld(case.cp).run(

@@ -5,12 +5,10 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 
-from magi_attention.functional.one_launch.base import Shapes, arrival_pace
-from magi_attention.functional.one_launch.nvlink import _BYTES_PER_S, FusedAttention
+from magi_attention.functional.one_launch.nvlink import FusedAttention
 from magi_attention.kernels.ffa.peer_kv import RemoteGrads
 from magi_attention.kernels.types import BackwardOperands, Operands
 from magi_attention.native.stream_order import StreamOrder
@@ -117,20 +115,3 @@ def test_calls_in_a_graph_neither_wait_nor_record() -> None:
     assert stream_order.enter(8, is_capturing=True) == 0 and spy.said == []
     spy.stream_now = 8
     assert stream_order.enter(8, is_capturing=False) == 5 and spy.said == ["wait 8"]
-
-
-def test_pace() -> None:
-    """Transfers take longer by the row, pairs by the head dim, and L2 groups have as many heads as L2 holds."""
-
-    def pace_of(rows, total_keys=2**18, dims=(64, 64), heads=16):
-        shapes = Shapes(torch.device("cpu"), torch.bfloat16, heads, 2, dims, (128, 128))
-        part = SimpleNamespace(signal_rows=np.array(rows), total_keys=total_keys)
-        return arrival_pace(part, shapes, _BYTES_PER_S)
-
-    one, two, three = pace_of([128, 256, 384]).signals
-    assert 0 < one < two and three - two == pytest.approx(two - one)
-    few, many = pace_of([128]), pace_of([128], dims=(128, 128))
-    assert many.pair == pytest.approx(2 * few.pair) and few.pair < few.pair_backward < many.pair_backward
-    l2_groups = [pace_of([128], total_keys=n).l2_group_heads for n in (0, 2**16, 2**18, 2**24)]
-    assert l2_groups == sorted(l2_groups, reverse=True) and l2_groups[0] == 16 and l2_groups[-1] < 16
-    assert all(16 % n == 0 for n in l2_groups)

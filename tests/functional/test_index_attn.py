@@ -52,29 +52,34 @@ def truth(leaves, allowed, scale=None, softcap=0.0, sink=None):
     return out, lse, logits.flatten(1).amax(1)
 
 
+@pytest.mark.parametrize("has_v", (True, False))
 @pytest.mark.parametrize("case", range(12))
-def test_every_option_is_as_in_a_dense_softmax(case, monkeypatch):
-    sizes, seed = SIZES[case % len(SIZES)], 100 + case
+def test_every_option_is_as_in_a_dense_softmax(case, has_v, monkeypatch):
+    """Values of their own, or columns of the keys, whose gradient is then in that of the keys."""
+    sizes, seed = SIZES[case % len(SIZES)], 100 + case + 200 * (not has_v)
     print(f"seed {seed}")
     monkeypatch.setattr(reference, "BUDGET", 300)  # a few queries at a time
-    leaves, indices = draw(sizes, seed)
+    (q, k, v), indices = draw(sizes, seed)
+    width, gen = max(sizes[5] - case % 3, 1), torch.Generator().manual_seed(seed)
+    inputs, values = ([q, k, v], v) if has_v else ([q, k], k[..., :width])
     sink = None
     if case % 3:
         shape = (2, sizes[2]) if case % 3 == 1 else (sizes[0], 3, sizes[2])
-        sink = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+        sink = torch.randn(shape, dtype=torch.float64, generator=gen).requires_grad_()
+        inputs.append(sink)
     options = dict(scale=0.7 if case % 2 else None, softcap=1.5 if case >= 6 else 0.0, sink=sink)
-    want, lse, largest = truth(leaves, allowed_by(indices, sizes[1]), **options)
+    want, lse, largest = truth([q, k, values], allowed_by(indices, sizes[1]), **options)
     options["softmax_scale"] = options.pop("scale")
+    options |= {} if has_v else {"head_dim_v": width}
     out, meta = index_attn_func(
-        *leaves, indices.long() if case % 2 else indices, return_max_logits=True, deterministic=bool(case % 2),
-        sink_layout="ssh" if case % 3 == 2 else "sh", **options,
+        q, k, v if has_v else None, indices.long() if case % 2 else indices, return_max_logits=True,
+        deterministic=bool(case % 2), sink_layout="ssh" if case % 3 == 2 else "sh", **options,
     )  # fmt: skip
     torch.testing.assert_close(out, want)
     torch.testing.assert_close(meta.lse, lse.detach())
     torch.testing.assert_close(meta.max_logits, largest.detach())
     assert meta.lse.requires_grad and not meta.max_logits.requires_grad
-    inputs = leaves if sink is None else [*leaves, sink]
-    dout = torch.randn(out.shape, dtype=out.dtype, generator=torch.Generator().manual_seed(seed))
+    dout = torch.randn(out.shape, dtype=out.dtype, generator=gen)
     for got, wanted in zip(*(torch.autograd.grad(x, inputs, dout) for x in (out, want))):
         torch.testing.assert_close(got, wanted)
 
@@ -148,24 +153,29 @@ def test_nothing_to_see_gives_zeros(sizes):
     assert all((g == 0).all() for g in torch.autograd.grad(out.sum(), leaves))
 
 
-def test_compiled_it_is_one_op_and_one_that_prepares():
+@pytest.mark.parametrize("has_v", (True, False))
+def test_compiled_it_is_one_op_and_one_that_prepares(has_v):
     (q, k, v), indices = draw(SIZES[2], 6)
-    graphs = []
+    v, options, graphs = (v, {}, []) if has_v else (None, {"head_dim_v": 12}, [])
 
     def backend(graph, _):
         graphs.append(graph)
         return graph.forward
 
     def layer(q, k, v, indices):
-        return index_attn_func(q, k, v, indices)[0] * 2
+        return index_attn_func(q, k, v, indices, **options)[0] * 2
 
-    out = torch.compile(layer, fullgraph=True, backend=backend)(q, k, v, indices)
-    assert torch.equal(out, layer(q, k, v, indices))
+    want, inputs = layer(q, k, v, indices), (q, k, v) if has_v else (q, k)
+    wanted = torch.autograd.grad(want.sum(), inputs)
+    torch._dynamo.reset()
+    assert torch.equal(torch.compile(layer, fullgraph=True, backend=backend)(q, k, v, indices), want)
     names = [str(node.target) for node in graphs[0].graph.nodes if "magi_attention" in str(node.target)]
     assert names == ["magi_attention.index_prepare.default", "magi_attention.index_fwd.default"]
-    trained = torch.compile(layer, fullgraph=True, backend="aot_eager")(q, k, v, indices)
-    wanted = torch.autograd.grad(layer(q, k, v, indices).sum(), (q, k, v))
-    assert all(torch.equal(*pair) for pair in zip(torch.autograd.grad(trained.sum(), (q, k, v)), wanted))
+    for dynamic in (False, True):
+        torch._dynamo.reset()
+        out = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=dynamic)(q, k, v, indices)
+        assert torch.equal(out, want)
+        assert all(torch.equal(*pair) for pair in zip(torch.autograd.grad(out.sum(), inputs), wanted))
 
 
 @pytest.mark.parametrize("has_v", (True, False))
@@ -193,38 +203,6 @@ def test_ops_are_registered_soundly(has_v):
         grad.sum().backward()
 
 
-@pytest.mark.parametrize("case", range(12))
-def test_values_may_be_columns_of_the_keys(case, monkeypatch):
-    """As in a dense softmax, and as with values of their own, whose gradient is then in that of the keys."""
-    sizes, seed = SIZES[case % len(SIZES)], 300 + case
-    print(f"seed {seed}")
-    monkeypatch.setattr(reference, "BUDGET", 300)
-    (q, k, _), indices = draw(sizes, seed)
-    width, gen, inputs, sink = max(sizes[5] - case % 3, 1), torch.Generator().manual_seed(seed), [q, k], None
-    if case % 3:
-        shape = (2, sizes[2]) if case % 3 == 1 else (sizes[0], 3, sizes[2])
-        sink = torch.randn(shape, dtype=torch.float64, generator=gen).requires_grad_()
-        inputs.append(sink)
-    options = dict(softcap=1.5 if case >= 6 else 0.0, sink=sink)
-    want, lse, largest = truth([q, k, k[..., :width]], allowed_by(indices, sizes[1]), 0.7, **options)
-    options |= dict(softmax_scale=0.7, sink_layout="ssh" if case % 3 == 2 else "sh", return_max_logits=True)
-    out, meta = index_attn_func(q, k, None, indices, head_dim_v=width, **options)
-    torch.testing.assert_close(out, want)
-    torch.testing.assert_close(meta.lse, lse.detach())
-    torch.testing.assert_close(meta.max_logits, largest.detach())
-    dout = torch.randn(out.shape, dtype=out.dtype, generator=gen)
-    grads = torch.autograd.grad(out, inputs, dout)
-    for got, wanted in zip(grads, torch.autograd.grad(want, inputs, dout)):
-        torch.testing.assert_close(got, wanted)
-    v = k.detach()[..., :width].clone().requires_grad_()
-    apart, _ = index_attn_func(q, k, v, indices, **options)
-    torch.testing.assert_close(out, apart)
-    dq, dk, *rest, dv = torch.autograd.grad(apart, [*inputs, v], dout)
-    dk = dk + torch.nn.functional.pad(dv, (0, sizes[4] - width))
-    for got, wanted in zip(grads, (dq, dk, *rest)):
-        torch.testing.assert_close(got, wanted)
-
-
 def test_columns_as_values_where_there_is_nothing_to_see():
     """Empty lists, no keys at all, and poison in keys that nobody lists."""
     for sizes in ((3, 0, 2, 1, 4, 3, 2), (3, 4, 2, 1, 4, 3, 0), (0, 4, 2, 1, 4, 3, 3), (3, 4, 2, 1, 4, 3, 2)):
@@ -242,21 +220,6 @@ def test_columns_as_values_where_there_is_nothing_to_see():
         out, _ = index_attn_func(q, keys, None, indices, head_dim_v=5)
         runs.append([out, *torch.autograd.grad(out.sum(), (q, keys))])
     assert unseen[0].all() and (out[2] == 0).all() and all(torch.equal(*pair) for pair in zip(*runs))
-
-
-def test_columns_as_values_in_a_compiled_layer():
-    (q, k, _), indices = draw(SIZES[2], 6)
-
-    def layer(q, k, indices):
-        return index_attn_func(q, k, None, indices, head_dim_v=12)[0] * 2
-
-    want = layer(q, k, indices)
-    wanted = torch.autograd.grad(want.sum(), (q, k))
-    for dynamic in (False, True):
-        torch._dynamo.reset()
-        out = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=dynamic)(q, k, indices)
-        assert torch.equal(out, want)
-        assert all(torch.equal(*pair) for pair in zip(torch.autograd.grad(out.sum(), (q, k)), wanted))
 
 
 def test_values_are_given_in_one_way():

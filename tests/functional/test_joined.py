@@ -26,21 +26,6 @@ def tensors(tokens: int, heads: tuple[int, int] = (64, 8), device: str = "meta")
     return tuple(torch.empty((tokens, n, 128), dtype=torch.bfloat16, device=device) for n in counts)
 
 
-def most_rows(is_one_host: bool, tokens: int = 8192, heads: tuple[int, int] = (64, 8)) -> int:
-    """By bisection."""
-    operands, low, high = tensors(tokens, heads), 0, 1 << 24
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if is_joined_faster(middle, *operands, is_one_host) else (low, middle)
-    return low
-
-
-def test_few_rows_and_fast_links():
-    assert most_rows(True) > 4 * most_rows(False) > 0
-    assert most_rows(False, tokens=16_384) == pytest.approx(2 * most_rows(False), abs=2)
-    assert most_rows(False, heads=(64, 64)) == pytest.approx(most_rows(False) / 8, abs=2)  # eight times as many bytes
-
-
 def test_the_simulator_decides_alike():
     """Windows over which ranks need more and more keys, on one host and on four."""
     found = set()

@@ -117,7 +117,10 @@ def main(
     return found
 
 
-@pytest.mark.parametrize("sizes, seeds", [((1, 1), range(4)), ((2, 2), range(4, 7)), ((3, 1), range(7, 9))])
+BY_NIGHT = pytest.param((3, 1), range(7, 9), marks=pytest.mark.nightly)
+
+
+@pytest.mark.parametrize("sizes, seeds", [((1, 1), range(4)), ((2, 2), range(4, 7)), BY_NIGHT])
 def test_attention_beside_float64(libraries, tmp_path, sizes, seeds) -> None:
     world, rows = sum(sizes), 256 if len(sizes) == sum(sizes) else 192
     results = run_processes(world, main, libraries, str(tmp_path), sizes, seeds, rows)
@@ -185,7 +188,7 @@ def death(rank: int, world: int, libraries: tuple[str, str], folder: str, verb: 
             attention(*args, 9)
 
 
-@pytest.mark.parametrize("verb", ["relay", "sum"])
+@pytest.mark.parametrize("verb", [pytest.param("relay", marks=pytest.mark.nightly), "sum"])
 def test_a_rank_that_is_killed_is_named(libraries, tmp_path, verb) -> None:
     with pytest.raises(RankFailure, match=r"(?s)1 of 3 ranks failed.*rank 2 ---\ndied with exit code -9"):
         run_processes(3, death, libraries, str(tmp_path), verb, grace_s=DEADLINE_S)

@@ -133,14 +133,6 @@ def test_copies_of_a_plan_begin_without_tables():
     assert len(part.cache) == 0 and part.joined == plan.rank(0).joined
 
 
-def test_two_plans_of_one_mask_count_it_both():
-    first, second = make_plan(6, 1, 1), None
-    second = build_plan(first.slices, TOTAL, 1)
-    before = first.nbytes, second.nbytes
-    grown = sum(x.nbytes for x in first.slices.tensors())
-    assert (first.nbytes, second.nbytes) == tuple(n + grown for n in before)
-
-
 def test_bytes_of_one_launch(monkeypatch):
     """The tables of attention in one launch, which needs GPUs to run."""
     plan = make_plan(7, 2, 1)
