@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model around calc_attn, compiled without graph breaks: the same numbers as without, on one rank and on two."""
+"""A model around calc_attn and the rows of a key, compiled without graph breaks: as without, on one rank and two."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from magi_attention.common.ranges import AttnRanges
 from magi_attention.errors import UnknownKeyError
 from magi_attention.testing.spawn import run_processes
 
-TOTAL = 96
+TOTAL = 90  # which chunks of 8 on two ranks pad to 96
 
 
 class Layer(torch.nn.Module):
@@ -33,6 +33,24 @@ class Layer(torch.nn.Module):
         return out.reshape(-1, 16).relu() + x, meta.lse, meta.max_logits
 
 
+class Model(torch.nn.Module):
+    """Everything that a key has; the weight makes gradients differ between ranks."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.layer, self.weight = Layer(), torch.nn.Parameter(torch.tensor(1.0 + rank))
+
+    def forward(self, x, key, sink, cu):
+        mine = api.dispatch(x * self.weight, key, pad_value=2.0)
+        out, *statistics = self.layer(mine, key, sink)
+        places = api.get_position_ids(key)
+        turned = api.roll(out.sin(), -1, 0, key) + api.roll_simple(mine, 3, 0, key)
+        turned = api.roll(turned.t(), 1, 1, key).t() * places[:, None]
+        turned = turned + api.get_position_ids(key, cu)[:, None] + api.get_labels(places, key, cu, depth=2)[:, None]
+        whole = api.undispatch(turned, key), api.undispatch(mine.exp(), key, is_partial_grad=True)
+        return *whole, *statistics, places
+
+
 def make_key(group, bounds: list[list[int]], degree: int):
     ranges = AttnRanges.from_ranges(bounds)
     config = api.DistAttnConfig(
@@ -42,24 +60,24 @@ def make_key(group, bounds: list[list[int]], degree: int):
     return api.magi_attn_flex_key(ranges, ranges, "causal", TOTAL, TOTAL, 2, 1, 8, 0, group, dist_attn_config=config)
 
 
-def differences(group, degree: int) -> list[float]:
-    """Between compiled and plain, for out, lse, max_logits and gradients, under two masks."""
+def differences(group, degree: int, rank: int = 0) -> list[float]:
+    """Between compiled and plain, for all results and gradients, under two masks."""
     torch.manual_seed(0)
-    layer, x = Layer(), torch.randn(TOTAL, 16)
+    model, x = Model(rank), torch.randn(TOTAL, 16, requires_grad=True)
     sink = torch.randn(2, 2, requires_grad=True)
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     found = []
     for bounds in ([[0, 40], [40, TOTAL]], [[0, TOTAL]]):
-        key = make_key(group, bounds, degree)
+        key, cu = make_key(group, bounds, degree), torch.tensor([0, bounds[0][1], TOTAL], dtype=torch.int32)
         results = []
-        for run in (layer, compiled):
-            layer.zero_grad(set_to_none=True)
-            sink.grad = None
-            got = run(api.dispatch(x, key), key, sink)
-            (got[0].square().sum() + got[1].square().sum()).backward()
-            assert not got[2].requires_grad
-            grads = [layer.qkv.weight.grad, layer.qkv.bias.grad, sink.grad]
-            results.append([t.detach().clone() for t in (*got, *grads)])
+        for run in (model, compiled):
+            model.zero_grad(set_to_none=True)
+            x.grad = sink.grad = None
+            got = run(x, key, sink, cu)
+            (got[0].cos().sum() + (got[1] * (1 + rank)).sum() + got[2].square().sum()).backward()
+            assert got[0].shape == got[1].shape == (TOTAL, 16) and not any(y.requires_grad for y in got[3:])
+            grads = [*(p.grad for p in model.parameters()), x.grad, sink.grad]
+            results.append([t.detach().double() for t in (*got, *grads)])
         found += [float((a - b).abs().max()) for a, b in zip(*results)]
     return found
 
@@ -73,7 +91,7 @@ def on_two_ranks(rank: int, world: int) -> float:
     worst = 0.0
     for degree, hide_tail in ((0, "0"), (1, "0"), (2, "1")):
         os.environ["MAGI_ATTENTION_BWD_HIDE_TAIL_REDUCE"] = hide_tail
-        worst = max(worst, *differences(dist.group.WORLD, degree))
+        worst = max(worst, *differences(dist.group.WORLD, degree, rank))
     return worst
 
 
@@ -87,17 +105,17 @@ def graphs_of_many_masks(group, degree: int, masks: int = 14) -> int:
         return aot_eager(graph, examples)
 
     torch.manual_seed(0)
-    layer, x = Layer(), torch.randn(TOTAL, 16)
-    compiled = torch.compile(layer, fullgraph=True, backend=backend)
+    model, x = Model(0), torch.randn(TOTAL, 16)
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
     for i in range(masks):
-        key = make_key(group, [[0, 20 + 3 * i], [20 + 3 * i, TOTAL]], degree)
-        local = api.dispatch(x, key)
+        cut = 20 + 3 * i
+        key, cu = make_key(group, [[0, cut], [cut, TOTAL]], degree), torch.tensor([0, cut, TOTAL], dtype=torch.int32)
         results = []
-        for run in (layer, compiled):
-            layer.zero_grad(set_to_none=True)
-            got = run(local, key, None)
+        for run in (model, compiled):
+            model.zero_grad(set_to_none=True)
+            got = run(x, key, None, cu)
             got[0].square().sum().backward()
-            results.append([got[0].detach(), got[1], got[2], layer.qkv.weight.grad.clone()])
+            results.append([*(y.detach() for y in got), model.layer.qkv.weight.grad.clone()])
         assert all(torch.equal(a, b) for a, b in zip(*results)), i
     return len(compiled_graphs)
 
@@ -133,12 +151,17 @@ def test_a_key_that_was_never_made_is_missed():
         compiled(torch.randn(TOTAL, 16), key, None)
 
 
-def test_a_key_that_was_cleared_is_missed():
+def test_wrong_rows_and_a_key_that_was_cleared():
     group = SingleTransport()
     key = make_key(group, [[0, TOTAL]], 1)
-    compiled = torch.compile(Layer(), fullgraph=True, backend="aot_eager")
-    x = torch.randn(TOTAL, 16)
-    compiled(x, key, None)
+    layer = torch.compile(Layer(), fullgraph=True, backend="aot_eager")
+    rows = torch.compile(lambda x, key: api.dispatch(x, key) * 2, fullgraph=True, backend="aot_eager")
+    x = torch.ones(TOTAL, 16)
+    layer(x, key, None)
+    with pytest.raises(AssertionError, match="dispatch"):
+        rows(torch.zeros(TOTAL + 1, 2), key)
+    assert rows(x, key).sum() == 2 * 16 * TOTAL
     api.clear_cache(group)
-    with pytest.raises(UnknownKeyError, match="does not exist"):
-        compiled(x, key, None)
+    for use in (lambda: layer(x, key, None), lambda: rows(x, key)):
+        with pytest.raises(UnknownKeyError, match="does not exist"):
+            use()

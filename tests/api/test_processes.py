@@ -107,8 +107,17 @@ def pipeline(rank: int, world: int):
 
 
 def test_pipeline_on_four_processes() -> None:
-    # fresh interpreters, as in training: what the ranks agree on must not depend on their hashes of strings
-    assert run_processes(4, pipeline, fresh=True) == [True] * 4
+    assert run_processes(4, pipeline) == [True] * 4
+
+
+def agree(rank: int, world: int) -> None:
+    os.environ["MAGI_ATTENTION_SANITY_CHECK"] = "1"
+    compare(run_key(make_key(dist.group.WORLD)), expected())
+
+
+def test_what_ranks_agree_on_does_not_depend_on_their_hashes_of_strings() -> None:
+    """In fresh interpreters, as in training: forks of one server have the same."""
+    run_processes(2, agree, fresh=True)
 
 
 def moving_queries(rank: int, world: int) -> None:
