@@ -40,6 +40,9 @@ def test_two_nodes_of_two_ranks(magi):
     only = magi("logs", name, "--rank", "3").stdout.splitlines()
     assert len(only) == 2 and all(line.startswith("[rank 3]: ") for line in only)
     assert len(magi("logs", name, "--node", "1", "--grep", "stderr").stdout.splitlines()) == 2
+    for absent, told in ((("--rank", "9"), "ranks 0 to 3"), (("--node", "2"), "nodes 0 to 1")):
+        done = magi("logs", name, *absent)
+        assert done.returncode == 2 and told in done.stderr and done.stdout == "", done.stderr
 
     assert "s3cr3t-words" not in (magi.folder(name) / "run.json").read_text()
     facts = json.loads((magi.folder(name) / "run.json").read_text())
