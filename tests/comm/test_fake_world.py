@@ -1,5 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-import threading
 
 import pytest
 import torch
@@ -7,7 +6,6 @@ import torch
 from magi_attention.comm.transport.base import SingleTransport, Transport, Work
 from magi_attention.comm.transport.fake import FakeWorld
 from magi_attention.errors import ContractError, PeerFailureError, PlanMismatchError
-from magi_attention.testing.waiting import DEADLINE_S
 
 
 def collectives(t, device="cpu"):
@@ -101,28 +99,6 @@ def test_guard_reports_and_a_rank_may_go_on():
     assert FakeWorld(3).run(main) == [0, 1, 2]
 
 
-def test_rank_that_returns_early_and_rank_that_never_comes():
-    def returns(t):
-        if t.rank:
-            t.barrier()
-
-    with pytest.raises(PeerFailureError, match="rank 0 returned from its function"):
-        FakeWorld(2).run(returns)
-
-    given_up = threading.Event()
-
-    def is_late(t):
-        if t.rank == 1:
-            assert given_up.wait(DEADLINE_S)
-        try:
-            t.barrier()
-        finally:
-            given_up.set()
-
-    with pytest.raises(PeerFailureError, match=r"After 0.2 s in barrier, rank 1 did not arrive"):
-        FakeWorld(2, timeout_s=0.2).run(is_late)
-
-
 def test_different_operations_and_sizes_are_errors_on_every_rank():
     def kinds(t):
         with pytest.raises(PlanMismatchError, match="calls .* where another rank calls"):
@@ -143,33 +119,6 @@ def test_different_operations_and_sizes_are_errors_on_every_rank():
             t.all_to_all_v(torch.zeros(2, dtype=dtype), torch.zeros(2, dtype=dtype), [1, 1], [1, 1])
 
     FakeWorld(2).run(dtypes)
-
-
-def test_async_completes_only_when_all_arrived():
-    has_looked = threading.Event()
-
-    def main(t):
-        out = torch.zeros(2)
-        if t.rank == 1:
-            assert has_looked.wait(DEADLINE_S)
-        work = t.all_to_all_v(out, torch.ones(2), [1, 1], [1, 1], async_op=True)
-        early = work.is_completed()
-        has_looked.set()
-        work.wait()
-        return early, out.sum().item()
-
-    assert FakeWorld(2).run(main) == [(False, 2.0), (True, 2.0)]
-
-
-def test_subgroups_are_independent():
-    def main(t):
-        pair = t.subgroup([r for r in range(4) if r % 2 == t.rank % 2])
-        assert pair is t.subgroup(list(pair.ranks))
-        got = pair.all_gather_object(t.rank)
-        t.barrier()
-        return got, pair.ranks, pair.rank
-
-    assert FakeWorld(4).run(main) == [([r % 2, r % 2 + 2], (r % 2, r % 2 + 2), r // 2) for r in range(4)]
 
 
 def test_split_lists_are_checked():

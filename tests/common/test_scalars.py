@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
 import torch
@@ -17,8 +15,6 @@ from magi_attention.api import (
     infer_varlen_mask_from_batch,
     make_plan,
 )
-from magi_attention.cli.common import UsageError
-from magi_attention.cli.plans.masks import read_mask
 from magi_attention.common.group_spec import GroupSpec
 from magi_attention.common.intervals import as_intervals
 from magi_attention.common.range import AttnRange
@@ -148,18 +144,6 @@ def test_odd_cu_seqlens_that_are_right() -> None:
         Mask.varlen([0, 2**31, 2**32])
     for dtype in (torch.int16, torch.uint8, torch.int64):
         assert Mask.varlen(torch.tensor([0, 4, 9], dtype=dtype)) == Mask.varlen((0, 4, 9))
-
-
-@pytest.mark.parametrize("name", ["total", "q_ranges", "k_ranges"])
-@pytest.mark.parametrize("value", [4.5, 4.0])
-def test_fractions_in_a_mask_file_are_refused(tmp_path, name, value) -> None:
-    good = {"total": 9, "q_ranges": [[0, 9]], "k_ranges": [[0, 9]], "types": ["causal"]}
-    path = tmp_path / "mask.json"
-    path.write_text(json.dumps(good))
-    assert read_mask(path).slices == Mask.causal(9).slices
-    path.write_text(json.dumps(good | {name: value if name == "total" else [[0, value]]}))
-    with pytest.raises(UsageError, match=f"mask.json: {name} .*float.*give (an integer|integers)"):
-        read_mask(path)
 
 
 def test_ranges_of_kernel_calls_are_integers() -> None:
