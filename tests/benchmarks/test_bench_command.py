@@ -38,7 +38,7 @@ def folder(tmp_path, monkeypatch):
     return tmp_path / "runs" / "mine"
 
 
-BY_NIGHT = ("comm", "planner", "sparse", "train")
+BY_NIGHT = ("comm", "cp", "planner", "sparse", "train")
 
 
 @pytest.mark.parametrize(

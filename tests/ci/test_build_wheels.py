@@ -55,23 +55,6 @@ def test_two_builds_of_a_checkout_that_changed_are_not_compared(monkeypatch, tmp
         build.main(["--twice"])
 
 
-def test_an_environment_beside_the_torch_of_this_python(tmp_path, monkeypatch):
-    """It has that torch without a copy of it, and nvcc is out of reach even if this machine has one."""
-    torch = pytest.importorskip("torch")
-    pip = try_install.make_here(tmp_path / "venv")
-    python = str(tmp_path / "venv" / "bin" / "python")
-    assert pip == [sys.executable, "-m", "pip", "--python", Path(python)]
-    code = (
-        f"import os, shutil, sys, torch; sys.path.append({str(ROOT)!r}); from magi_attention.native import toolchain\n"
-        "print(sys.prefix, torch.__version__, shutil.which('nvcc'), toolchain.find_nvcc())"
-    )
-    _, said = try_install.use(tmp_path / "venv", [python, "-c", code], tmp_path)
-    assert said == f"{tmp_path / 'venv'} {torch.__version__} None None"
-    monkeypatch.setattr(try_install.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(SystemExit, match="has no torch; name in MAGI_PYTHON"):
-        try_install.make_here(tmp_path / "other")
-
-
 def test_what_the_wheels_need_of_others(tmp_path):
     with pytest.raises(SystemExit, match="has no wheel of magi_attention; run ci/build_wheels"):
         try_install.needs(tmp_path)

@@ -139,13 +139,6 @@ def test_a_slow_machine_is_not_our_doing():
     assert "TFLOP/s fell by 20.0% and those of the peers too" in v.line()
 
 
-def test_without_peers_tflops_decide():
-    alone = changed(results(), 0.8)
-    alone["results"] = [r for r in alone["results"] if r["name"] == "magi"]
-    v = verdict(results(), alone)
-    assert (v.status, v.measure) == ("slow", "tflops") and "cudnn, flex of the baseline did not run" in v.line()
-
-
 def test_another_machine():
     with pytest.raises(rf.Incomparable, match="baseline is of NVIDIA H100.* and this is NVIDIA H200; commit"):
         cr.compare(run(results()), run(results(gpu="NVIDIA H200")))
@@ -159,14 +152,6 @@ def test_another_machine():
     assert {v.measure for v in verdicts} == {"tflops"} and "torch was 2.11.0 and is 2.15.0" in notes[0]
     with pytest.raises(rf.Incomparable, match="Nothing is left to compare"):
         cr.compare(run(results()), run(results(torch="2.15.0", nvidia_smi=None)))
-
-
-def test_other_shapes_and_samples_are_other_cells():
-    fewer = results()
-    fewer["settings"]["samples"] = 1
-    verdicts, notes = cr.compare(run(results()), run(fewer))
-    assert {(v.cell.mask, v.status) for v in verdicts} == {("full", "ok"), ("varlen_causal", "missing")}
-    assert notes == ["Not in the baseline: forward varlen_causal 4K, forward varlen_causal 32K."]
 
 
 def test_without_a_gpu_nothing_passes(monkeypatch, capsys):
@@ -263,16 +248,6 @@ def test_several_gpus():
     assert {v.status for v in cr.compare(before, run(several(world=2)))[0]} == {"missing"}
     with pytest.raises(rf.Incomparable, match="several benchmarks"):
         cr.merge([before, run(results())])
-
-
-def test_baselines_of_more_gpus_than_are_here_are_left_out(tmp_path):
-    put(tmp_path, one=results(), four=several())
-    found, notes = gr.baselines(tmp_path, ENVIRONMENT["gpu"], 2)
-    assert list(found) == ["one"] and notes == ["four.json is left out. It takes 4 GPUs and here are 2."]
-    assert set(gr.baselines(tmp_path, ENVIRONMENT["gpu"], 4)[0]) == {"one", "four"}
-    (tmp_path / "one.json").unlink()
-    with pytest.raises(rf.Incomparable, match="only of 4 x NVIDIA H100"):
-        gr.baselines(tmp_path, ENVIRONMENT["gpu"], 1)
 
 
 @pytest.mark.parametrize(("tests_pass", "factor", "code"), [(True, 1.0, 0), (False, 1.0, 1), (True, 0.8, 1)])

@@ -64,13 +64,6 @@ def test_later_steps_run_and_failures_are_named(monkeypatch, capfd):
     assert lanes.main(["lint"]) == 0
 
 
-def test_nothing_runs_that_could_not_be_prepared(monkeypatch, capfd):
-    a_lane(monkeypatch, ("echo", "ran"), prepare=(("false",),))
-    assert lanes.main(["lint"]) == 1
-    out, err = capfd.readouterr()
-    assert "\nran\n" not in out and "lint could not be prepared" in err
-
-
 def with_python_as_it_is(monkeypatch) -> None:
     """The environment that a lane has made is not made anew, which takes seconds."""
     real = subprocess.run

@@ -68,20 +68,6 @@ def test_the_validator_can_fail(path, value, words):
     assert words in problems[0] and (len(problems) == 1 or path[0] == "platforms")
 
 
-def test_wheels_follow_the_folders(tmp_path):
-    assert [(w.kind, w.machine) for w in matrix.wheels(DATA, tmp_path)] == [("main", "x86_64"), ("main", "aarch64")]
-    (tmp_path / "csrc" / "ffa" / "portable").mkdir(parents=True)
-    kernels = [w for w in matrix.wheels(DATA, tmp_path) if (w.kind, w.machine) == ("kernels", "x86_64")]
-    named = ("sm80-cu13", "sm80-cu12", "sm100-cu13", "sm120-cu13")  # no nvcc of cu12 need know the last two
-    assert [w.name for w in kernels] == [f"magi-attention-kernels-{name}" for name in named]
-    assert [w.target for w in kernels] == ["sm_80", "sm_80", "sm_100", "sm_120"]
-    assert kernels[0].file_name == "magi_attention_kernels_sm80_cu13"
-    (tmp_path / "wheels" / "comm").mkdir(parents=True)
-    assert [w.kind for w in matrix.wheels(DATA, tmp_path)] == ["kernels"] * 5 + ["comm"] * 3 + ["main"] * 2
-    with pytest.raises(SystemExit, match="No wheel is called magi_nothing; .*magi_attention"):
-        matrix.find("magi_nothing", DATA)
-
-
 def test_the_project_agrees(project):
     assert project["project"]["requires-python"] == f">={DATA['pythons'][0]}"
     named = re.findall(r"Python :: (3\.\d+)", "\n".join(project["project"]["classifiers"]))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from magi_attention.cli import dev, main, parser
+from magi_attention.cli import dev, main
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -75,18 +75,3 @@ def test_arguments_go_to_pytest(capfd):
     assert capfd.readouterr().out.strip().endswith("tests/cli -k dev")
     assert main(["dev", "test", "--since", "HEAD", "tests/cli"]) == 2
     assert "--since chooses the tests" in capfd.readouterr().err
-
-
-def test_bench_runs_one_of_the_benchmarks(capfd):
-    assert main(["dev", "bench", "--dry-run", "--", "--repeats", "1"]) == 0
-    assert capfd.readouterr().out.strip()
-
-
-def test_hooks_are_commands_of_the_tree():
-    yaml = pytest.importorskip("yaml")
-    config = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())
-    assert [repo["repo"] for repo in config["repos"]] == ["local"]  # nothing is fetched
-    entries = [hook["entry"].split() for repo in config["repos"] for hook in repo["hooks"]]
-    assert [words[1:] for words in entries] == [["dev", "lint"], ["dev", "type"]]
-    for program, *words in entries:
-        assert (ROOT / program).is_file() and parser().parse_args(words).function == dev.command_lane

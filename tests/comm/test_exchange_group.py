@@ -17,7 +17,6 @@ from comm_oracle import everybody
 from cpu_verbs import CpuFactory, cast, reduce
 
 from magi_attention.comm.exchange import verbs
-from magi_attention.comm.exchange.arena import Arena
 from magi_attention.comm.exchange.choice import exchange_group
 from magi_attention.comm.exchange.node_exchange import NodeExchange
 from magi_attention.comm.transport.fake import FakeWorld
@@ -163,18 +162,6 @@ def test_memory_grows_with_plans_and_goes_with_the_group(library, new_folder):
             cast(exchange, [x])
 
     FakeWorld(4).run(main)
-
-
-def test_room():
-    small, large = Arena(4, 3, 100, 0), Arena(4, 2, 50, 700)
-    both = small.joined(large)
-    assert (both.num_signals, both.cast_bytes, both.reduce_bytes) == (3, 100, 700)
-    assert both.has_room_for(small) and both.has_room_for(large) and not small.has_room_for(large)
-    words = [a.signal(False, i) for a in (small, both) for i in range(3)]
-    assert words[:3] == words[3:], "a signal has the same number whatever the room"
-    numbers = [both.credit(r, rank) for r in (0, 1) for rank in range(4)]
-    numbers += [both.signal(bool(r), i) for r in (0, 1) for i in range(3)]
-    assert sorted(numbers) == list(range(14))
 
 
 # ---- a rank that dies -----------------------------------------------------------------------------------------------

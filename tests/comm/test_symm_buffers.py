@@ -32,13 +32,6 @@ def test_one_size_is_made_as_it_is() -> None:
     assert sizes_made([5 * _GRAIN - 3, 4 * _GRAIN, 1]) == [5 * _GRAIN]
 
 
-def test_growth_is_by_a_quarter_at_least() -> None:
-    assert sizes_made([100 * _GRAIN, 101 * _GRAIN, 125 * _GRAIN, 126 * _GRAIN]) == [
-        100 * _GRAIN, 125 * _GRAIN, (125 + 31) * _GRAIN + _GRAIN
-    ]  # fmt: skip
-    assert sizes_made([100 * _GRAIN, 300 * _GRAIN]) == [100 * _GRAIN, 300 * _GRAIN]
-
-
 def test_masks_of_all_sizes_make_few_boxes() -> None:
     """All ranks wait for each, and keys that used the old ones hold them."""
     for seed in range(50):

@@ -10,7 +10,6 @@ import threading
 import weakref
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -95,16 +94,6 @@ def test_bytes_are_those_of_what_is_held(steps):
             assert list(map(id, caches[i].values(TABLES))) == list(map(id, held[i].values()))
 
 
-def test_kinds_do_not_meet_and_may_say_where_arrays_are():
-    cache = PlanCache()
-    table = Table(np.zeros(3))
-    assert cache.get(OTHERS, 1, lambda: table) is table and cache.nbytes == 24
-    assert cache.find(TABLES, 1) is None and cache.find(Kind("others"), 1) is None
-    assert cache.get(TABLES, 1, lambda: None) is None, "None is a table, too"
-    assert cache.get(TABLES, 1, lambda: pytest.fail("made twice")) is None
-    assert cache.values(OTHERS) == [table] and "others" in repr(OTHERS)
-
-
 def test_a_part_counts_once_and_goes_with_its_owner():
     whole, part, shared = PlanCache(), PlanCache(), PlanCache()
     part.count("own", np.zeros(2))
@@ -115,12 +104,6 @@ def test_a_part_counts_once_and_goes_with_its_owner():
     del part
     gc.collect()
     assert whole.nbytes == 8
-
-
-def test_a_table_may_be_made_from_another():
-    cache = PlanCache()
-    made = cache.get(TABLES, "sum", lambda: 1 + cache.get(TABLES, "one", lambda: 1))
-    assert made == 2 and len(cache) == 2
 
 
 def test_what_was_made_for_a_mask_goes_with_it():
@@ -158,11 +141,6 @@ def test_clear_frees_tables_but_not_what_calls_hold():
     gc.collect()
     assert died() is None and held.numel() and slices.cache.nbytes == slices.array.nbytes
     assert slices.tensors()[1] is not held and torch.equal(slices.tensors()[1], held), "made anew"
-
-
-def test_nothing_can_be_hidden_in_a_mask():
-    with pytest.raises(AttributeError):
-        SliceTable(np.zeros((0, 5), dtype=np.int64))._hidden = {}
 
 
 def test_two_threads_get_the_same_table():

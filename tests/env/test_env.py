@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Environment variables: parsing, getters, the snapshot, and that one module reads them."""
 
-import ast
 import logging
 import pickle
 import warnings
@@ -283,34 +282,6 @@ def test_legal_combinations_pass():
     check_flag_comb(replace(BASE, deterministic=True, hierarchical_comm=True, hide_tail_reduce=True))
     check_flag_comb(replace(BASE, kernel_backend=Backend.SDPA, precision=Precision.FP64, deterministic=True))
     check_flag_comb(replace(BASE, kernel_backend=Backend.FA4, precision=Precision.BF16))
-
-
-def _environment_reads(tree: ast.AST):
-    """Literal names that a module takes from os.environ or os.getenv."""
-    for node in ast.walk(tree):
-        key = None
-        if isinstance(node, ast.Subscript) and ast.unparse(node.value).endswith("environ"):
-            key = node.slice if isinstance(node.ctx, ast.Load) else None
-        elif isinstance(node, ast.Call) and node.args:
-            called = ast.unparse(node.func)
-            if called.endswith(("environ.get", "getenv")):
-                key = node.args[0]
-        if isinstance(key, ast.Constant) and isinstance(key.value, str):
-            yield key.value
-
-
-def test_only_the_registry_reads_our_variables():
-    assert list(_environment_reads(ast.parse("os.environ.get('A'); os.getenv('B'); os.environ['C']"))) == [
-        "A",
-        "B",
-        "C",
-    ]
-    found = []
-    for path in PACKAGE.rglob("*.py"):
-        for name in _environment_reads(ast.parse(path.read_text())):
-            if name.startswith(registry.PREFIX) or name == "CUDA_DEVICE_MAX_CONNECTIONS":
-                found.append(f"{path.relative_to(PACKAGE)}: {name}")
-    assert not found
 
 
 def test_every_name_in_the_sources_is_registered():

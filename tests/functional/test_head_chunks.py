@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from oracle import dense_attention
 
 from magi_attention.api import AttnPolicy, DispatchConfig, DistAttnConfig, Mask, OverlapConfig, attend, make_plan
 from magi_attention.errors import ContractError, UnsupportedError
@@ -20,16 +21,6 @@ TOKENS, HEADS, D = 90, (8, 4, 4, 8), (8, 8, 6, 6)  # of q, k, v and out
 def operands(seed: int, dtype: torch.dtype) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(TOKENS, h, d, dtype=dtype, generator=generator) for h, d in zip(HEADS, D)]
-
-
-def dense(q, k, v, sink, allowed, softcap):
-    """out and lse."""
-    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
-    s = torch.einsum("qhd,khd->hqk", q, k) * q.shape[2] ** -0.5
-    s = softcap * torch.tanh(s / softcap) if softcap else s
-    s = s.masked_fill(~allowed, float("-inf"))
-    lse = torch.cat([s, sink.T[:, None].expand(-1, len(q), -1)], dim=-1).logsumexp(-1)
-    return torch.einsum("hqk,khd->qhd", torch.exp(s - lse[..., None]), v), lse.T
 
 
 def step(rank: int, world: int, seed: int, dtype: torch.dtype, chunks: int, degree: int) -> tuple:
@@ -57,7 +48,7 @@ def step(rank: int, world: int, seed: int, dtype: torch.dtype, chunks: int, degr
     assert all(torch.equal(a, b) for a, b in zip(first, again)), "the same bits"
     wanted = [x.double().requires_grad_() for x in (q, k, v)]
     own = sink.clone().requires_grad_()
-    out, lse = dense(*wanted, own, torch.from_numpy(mask.to_dense()), softcap)
+    out, lse, _ = dense_attention(*wanted, torch.from_numpy(mask.to_dense()), D[0] ** -0.5, softcap, own)
     (out * dout.double()).sum().add(lse.sin().sum()).backward()
     return first, [out.detach(), lse.detach(), *(x.grad for x in wanted), own.grad]
 

@@ -15,11 +15,9 @@ from magi_attention.common.two_level.nodes import Nodes
 from magi_attention.common.two_level.traffic import direct_rows, two_level_rows
 from magi_attention.config import DispatchConfig, DistAttnConfig, MinHeapDispatchAlg
 from magi_attention.errors import ContractError
-from magi_attention.meta.chunking import Cut
 from magi_attention.meta.explain import explain_links
 from magi_attention.meta.plan import Plan
 from magi_attention.meta.planner import build_plan, plan_for_partitions
-from magi_attention.meta.solver.links import count_links
 from magi_attention.testing.masks import random_slices
 
 
@@ -178,30 +176,3 @@ def test_nodes_that_do_not_fit() -> None:
     for nodes in (0, -1, 2.0, (0, 1.5), True):
         with pytest.raises(ContractError, match="nodes"):
             DispatchConfig(nodes=nodes)
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_rows_by_link(seed: int) -> None:
-    """Counted from chunks, beside what the ranks of the plan send one another."""
-    print("seed", seed)
-    rng = np.random.default_rng(seed)
-    world, chunk = int(rng.integers(2, 12)), int(rng.integers(3, 20))
-    mask = random_mask(rng, world * chunk * 4)
-    labels = tuple(rng.integers(0, 4, size=world).tolist())
-    plan = planned(mask.slices, mask.total_q, world, chunk, labels)
-    nodes, owner = plan.nodes, plan.rank_of_chunk
-    found = count_links(Cut.of(plan.slices.array, plan.chunk_ranges), owner, nodes)
-    matrix = plan.comm_matrix()
-    is_near = np.equal.outer(np.array(nodes.node_of), np.array(nodes.node_of))
-    assert found.rows.tolist() == matrix.sum(axis=0).tolist()
-    assert np.bincount(owner, found.to_mates, world).tolist() == np.where(is_near, matrix, 0).sum(axis=1).tolist()
-    specs = [plan.cast_spec(rank, 0) for rank in range(world)]
-    once = two_level_rows(specs, nodes).network
-    assert found.entering.tolist() == [int(once[list(ranks)].sum()) for ranks in nodes.members]
-    sent = [
-        sum(size * len({nodes.node_of[d] for d in dsts} - {nodes.node_of[spec.rank]})
-            for size, dsts in zip(spec.input_splits, spec.dst_indices))
-        for spec in specs
-    ]  # fmt: skip
-    assert np.bincount(owner, found.leaving, world).tolist() == sent
-    assert found.straight == int(direct_rows(specs, nodes).network.sum()) and found.crossing == int(once.sum())
