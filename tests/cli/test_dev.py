@@ -14,26 +14,6 @@ from magi_attention.cli import dev, main
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.parametrize(
-    ("files", "tests"),
-    [
-        (["tests/meta/test_planner.py"], ["tests/meta/test_planner.py"]),
-        (["magi_attention/meta/planner.py", "tests/meta/test_planner.py"], ["tests/meta"]),
-        (["magi_attention/meta/solver/dispatch_solver.py"], ["tests/meta"]),
-        (["magi_attention/errors.py", "tests/meta/test_planner.py"], ["tests"]),
-        (["tests/conftest.py"], ["tests"]),
-        (["tests/cli/helper.py", "ci/lanes.py"], ["tests/ci", "tests/cli"]),
-        (["README.md", "docs/profile.md"], ["tests/docs"]),
-        (["wheels/build.py", ".ci/run", "pyproject.toml", "magi"], ["tests/ci"]),
-        (["examples/llama/train.py", "benchmarks/kernel.py"], ["tests/benchmarks", "tests/examples"]),
-        (["no_such_folder/x.py"], ["tests"]),
-        ([], []),
-    ],
-)
-def test_tests_of_a_change(files, tests):
-    assert dev.tests_of(files) == tests
-
-
 @pytest.fixture
 def checkout(tmp_path, monkeypatch):
     """A repository with a branch: one file changed in a commit, one since, one unknown to git, one deleted."""

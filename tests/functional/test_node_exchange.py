@@ -19,7 +19,7 @@ from magi_attention.api import DispatchConfig, DistAttnConfig, Mask, OverlapConf
 from magi_attention.comm.transport.fake import FakeWorld
 from magi_attention.comm.transport.torch import TorchTransport, as_transport
 from magi_attention.common.slices import SliceTable, to_dense
-from magi_attention.errors import PeerFailureError, UnsupportedError
+from magi_attention.errors import PeerFailureError
 from magi_attention.testing.masks import random_slices
 from magi_attention.testing.spawn import RankFailure, run_processes
 from magi_attention.testing.waiting import DEADLINE_S
@@ -123,18 +123,6 @@ def check_life(library: str, folder: Path, tensors: list[torch.Tensor]) -> None:
     assert (verbs.held, verbs.has_left) == (0, True)
 
 
-def check_votes(rank: int, library: str, folder: Path, tensors: list[torch.Tensor]) -> None:
-    """One rank that lacks something makes all of them use all-to-all-v, or raise."""
-    group = dist.new_group()
-    factory = CpuFactory(library, folder, lack="there is none" if rank == 2 else None).attach(as_transport(group))
-    set_environment((2, 2), "auto")
-    attention(group, problem(7, 4, 1)[0], tensors)
-    assert factory.verbs is None
-    set_environment((2, 2), "nvshmem")
-    with pytest.raises(UnsupportedError, match=r"On rank 2 \(node 1\) there is none"):
-        attention(group, problem(7, 4, 1)[0], tensors)
-
-
 def check_death(rank: int, library: str, folder: Path, tensors: list[torch.Tensor]) -> None:
     """Rank 3 is killed in the reduce of its backward pass."""
     set_environment((2, 2), "nvshmem")
@@ -159,13 +147,12 @@ def check_death(rank: int, library: str, folder: Path, tensors: list[torch.Tenso
 
 
 def processes(rank: int, world: int, library: str, folder: str) -> None:
-    folders = [Path(folder) / name for name in ("life", "votes", "death")]
+    folders = [Path(folder) / name for name in ("life", "death")]
     for path in folders:
         path.mkdir(exist_ok=True)
     tensors = problem(7, 4, 1)[2]
     check_life(library, folders[0], tensors)
-    check_votes(rank, library, folders[1], tensors)
-    check_death(rank, library, folders[2], tensors)
+    check_death(rank, library, folders[1], tensors)
 
 
 def test_processes(library, tmp_path) -> None:
