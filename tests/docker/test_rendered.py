@@ -73,6 +73,24 @@ def test_the_arguments_reach_the_build():
     ]
 
 
+def test_labels():
+    labels = dict(re.findall(r'(org\.opencontainers\.image\.[\w.]+|com\.magi\.\w+)="([^"]*)"', stages()["runtime"]))
+    wanted = {
+        "title",
+        "description",
+        "licenses",
+        "version",
+        "revision",
+        "created",
+        "source",
+        "base.name",
+        "base.digest",
+    }
+    assert {name.partition("image.")[2] for name in labels if name.startswith("org")} == wanted
+    assert labels["org.opencontainers.image.base.digest"] == "${BASE_DIGEST}"
+    assert labels["com.magi.cuda_archs"] == "${ARCHS}"
+
+
 def test_the_table_is_what_the_launcher_gives():
     table = (DOCKER / "README.md").read_text().partition("instead of `--privileged`")[2].partition("some sites add")[0]
     rows = [
@@ -184,6 +202,57 @@ def test_what_is_copied_calls_for_a_new_image():
     text = (ROOT / ".github" / "workflows" / "image.yml").read_text()
     paths = set(re.findall(r'^      - "(.+)"$', text.partition("paths:")[2].partition("pull_request")[0], re.MULTILINE))
     assert paths == {".github/workflows/image.yml", *(f"{n}**" if n.endswith("/") else n for n in image.INPUTS)}
+
+
+def test_ci_leaves_it_out_for_a_reason():
+    need = image.NEEDS_S
+    assert image.reason_to_leave_out("docker", need + 1) == ""
+    assert "daemon" in image.reason_to_leave_out("", need + 1)
+    assert f"takes up to {need}" in image.reason_to_leave_out("docker", need - 1)
+
+
+def test_what_was_not_tried_is_said_loudly(tmp_path, monkeypatch, capsys):
+    """Also when images were last good, and no more once they are."""
+    monkeypatch.setattr(image, "DONE", tmp_path / "work" / "done.json")
+    monkeypatch.setattr(image, "LEFT_OUT", tmp_path / "work" / "left_out.txt")
+    monkeypatch.setattr(image, "find_client", lambda asked: "")
+    monkeypatch.setattr(image, "inputs_key", lambda: "key")
+    assert image.main(["--if-changed"]) == 0
+    said = image.LEFT_OUT.read_text()
+    assert said.startswith("IMAGES WERE NOT TRIED: no docker client finds a daemon; they never were")
+    assert said in capsys.readouterr().out
+    image.write_done("other")
+    assert not image.LEFT_OUT.exists()
+    assert image.main(["--if-changed"]) == 0
+    assert re.search(r"they last were on \d{4}-\d\d-\d\d \d\d:\d\d, of [0-9a-f]{12}", image.LEFT_OUT.read_text())
+    image.write_done("key")
+    assert image.main(["--if-changed"]) == 0 and not image.LEFT_OUT.exists()
+    assert "no input changed" in capsys.readouterr().out
+    assert "build/image/left_out.txt" in (ROOT / ".ci" / "run").read_text()
+
+
+def tool(name: str) -> str:
+    """hadolint or shellcheck: on PATH, or that of an earlier ci/image."""
+    own = image.WORK / "tools" / "bin" / name
+    return shutil.which(name) or (str(own) if own.exists() else "")
+
+
+@pytest.mark.parametrize("name", ["hadolint", "shellcheck"])
+def test_lint(name):
+    if not tool(name):
+        pytest.skip(f"{name} is not here; `ci/image --lint` brings it.")
+    if not (ROOT / ".git").exists():
+        pytest.skip("This is no git checkout.")
+    files = ["docker/Dockerfile"] if name == "hadolint" else image.scripts()
+    done = subprocess.run([tool(name), *files], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and not done.stdout, done.stdout
+
+
+def test_every_shell_script_is_checked():
+    if not (ROOT / ".git").exists():
+        pytest.skip("This is no git checkout.")
+    found = image.scripts()
+    assert {".ci/run", "ci/image", "docker/entrypoint"} <= set(found) and "docker/image.py" not in found
 
 
 @pytest.mark.parametrize("folder", look.TESTS)

@@ -16,6 +16,18 @@ from magi_attention.tools.launch.plan import LaunchPlan, RenderedFile, Step
 from magi_attention.tools.launch.spec import LaunchSpec
 from magi_attention.tools.launch.supervise import Supervisor, run_steps, write_files
 
+REPORT = """
+Failures:
+[1]:
+  rank      : 2 (local_rank: 0)
+  exitcode  : -15 (pid: 5)  (SIGTERM)
+Root Cause (first observed failure):
+[0]:
+  time      : 2026-01-01_00:00:00
+  rank      : 3 (local_rank: 1)
+  exitcode  : -9 (pid: 6)
+"""
+
 
 def run(*codes, grace_s=DEADLINE_S):
     """Outcome, log and what was shown of one node per piece of Python."""
@@ -23,6 +35,17 @@ def run(*codes, grace_s=DEADLINE_S):
     log, shown = io.BytesIO(), []
     outcome = Supervisor(LaunchPlan("test", steps), log, shown.append, grace_s).run()
     return outcome, log.getvalue().decode(), b"".join(shown).decode()
+
+
+def test_lines_are_prefixed_once():
+    outcome, log, shown = run("print('[rank 5]: a'); print('b')", "print('no end', end='')")
+    assert outcome.exit_code == 0 and log == shown
+    assert sorted(log.splitlines()) == ["[node 0]: b", "[node 1]: no end", "[rank 5]: a"]
+
+
+def test_the_first_cause_of_torchruns_report_is_told():
+    outcome, _, _ = run("pass", f"print({REPORT!r}); raise SystemExit(1)")
+    assert (outcome.exit_code, outcome.reason) == (1, "Rank 3 ended with signal SIGKILL (9) on node 1.")
 
 
 def test_a_failure_without_a_report(monkeypatch):
@@ -45,6 +68,13 @@ def test_a_node_that_does_not_react_is_killed(monkeypatch):
     stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(3600)"
     outcome, _, _ = run(stubborn, "raise SystemExit(1)", grace_s=0)
     assert not outcome.is_clean and outcome.exit_code == 1
+
+
+def test_a_command_that_does_not_exist_stops_the_others():
+    steps = (Step("node 0", (sys.executable, "-c", "input()")), Step("node 1", ("/no/such/program",)))
+    supervisor = Supervisor(LaunchPlan("test", steps), io.BytesIO(), lambda line: None, DEADLINE_S)
+    with pytest.raises(LaunchError, match="node 1: /no/such/program cannot be started"):
+        supervisor.run()
 
 
 def test_steps():
