@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 from block_problems import BF16, DEVICE, FP16, NEEDS_HOPPER
+from graph_capture import capture
 
 from magi_attention.api import block_sparse_attn_func, index_attn_func, prepare_indices
 from magi_attention.kernels.index_attn import choose
@@ -181,3 +182,21 @@ def test_in_a_cuda_graph_and_on_another_stream():
         graph.replay()
     torch.cuda.current_stream().wait_stream(stream)
     assert torch.equal(out, want)
+
+
+@pytest.mark.parametrize("is_inverted", [True, False], ids=["inverted before", "inverted by each backward"])
+def test_deterministic_gradients_in_a_cuda_graph(is_inverted):
+    tensors, indices = draw(CASES[1], BF16, 6)
+    lists = prepare_indices(indices, CASES[1][1], deterministic=is_inverted)
+
+    def step() -> tuple[torch.Tensor, ...]:
+        return run(tensors, lists, deterministic=True)
+
+    want = step()
+    graph, before, written = capture(step)
+    for x in written:
+        x.zero_()
+    graph.replay()
+    torch.cuda.synchronize()
+    for got in (before, written):
+        assert all(torch.equal(*pair) for pair in zip(got, want))

@@ -13,7 +13,7 @@
 extern "C" {
 #endif
 
-#define MAGI_ABI_VERSION 26
+#define MAGI_ABI_VERSION 27
 #define MAGI_EXPORT __attribute__((visibility("default")))
 
 typedef enum {

@@ -165,15 +165,25 @@ MAGI_EXPORT magi_status magi_ffa_index_bwd_keys(const magi_ffa_index_bwd_keys_pa
 MAGI_EXPORT magi_status
 magi_ffa_index_bwd_keys_workspace(const magi_ffa_index_bwd_keys_params* params, int64_t* bytes);
 
-/* sums[row] += partials[entries[begins[row]]] + ... + partials[entries[begins[row + 1] - 1]], from
- * left to right, rows of `width` float32, a multiple of 4. */
+/* Adds the shares that lists list_begin to before list_end left of each key to its row of sums,
+ * (total_k, heads_kv, width) float32, from left to right: by the first key of the block that has
+ * it, then by list, then by tile. partials are those that magi_ffa_index_bwd wrote of these lists.
+ *
+ * Blocks begin at every k_block-th key or, where has_starts, at any. reader_begins (such keys,
+ * heads_kv, and one more) says where in readers those of a block begin, which are places among the
+ * (lists, heads_kv, max_entries), ascending. Keys of a block from key_counts on are not seen. */
 typedef struct {
   int32_t version;
-  int32_t num_rows, width, reserved;
-  const int32_t* begins;  /* device: (num_rows + 1,) */
-  const int32_t* entries; /* device: rows of partials */
+  int32_t total_k, heads_kv, k_block;
+  int32_t max_entries;
+  int32_t num_tiles; /* as of magi_ffa_index_tiles */
+  int32_t width;     /* of a row, a multiple of 4 */
+  int32_t has_starts;
+  int32_t list_begin, list_end;
+  const int32_t *readers, *reader_begins;
+  const int32_t* key_counts;
   const float* partials;
-  float* sums; /* (num_rows, width) */
+  float* sums;
   void* stream;
 } magi_ffa_index_sum_params;
 

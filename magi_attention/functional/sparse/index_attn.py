@@ -96,9 +96,8 @@ def attend_lists(
         or (sink is not None and sink.requires_grad)
     )
     out, lse, max_logits = index_fwd(
-        q, k, v, head_dim_v, lists.rows, lists.counts, lists.q_block_size, lists.k_block_size, lists.k_start,
-        lists.k_end, sink, sink_layout, q.shape[2] ** -0.5 if softmax_scale is None else as_scale(softmax_scale),
-        as_float(softcap, "softcap"),
+        q, k, v, head_dim_v, *lists, sink, sink_layout,
+        q.shape[2] ** -0.5 if softmax_scale is None else as_scale(softmax_scale), as_float(softcap, "softcap"),
         bool(deterministic), as_int(sm_margin, "sm_margin"), bool(return_max_logits), needs_backward,
     )  # fmt: skip
     return out, AttnForwardMeta(lse, max_logits if return_max_logits else None)

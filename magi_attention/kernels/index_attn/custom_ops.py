@@ -21,8 +21,12 @@ from magi_attention.kernels.reference.operands import delta_with_dlse, row_delta
 from magi_attention.kernels.types import accumulation_dtype, options_of
 
 _KV = "Tensor k, Tensor? v, SymInt head_dim_v"
-_LISTS = "Tensor rows, Tensor counts, SymInt q_block_size, SymInt k_block_size, Tensor? k_start, Tensor? k_end"
+_LISTS = (  # the fields of ``PreparedIndices``
+    "Tensor rows, Tensor counts, SymInt total_k, SymInt k_block_size, Tensor? k_start, Tensor? k_end, "
+    "SymInt q_block_size, Tensor? readers, Tensor? reader_begins"
+)
 _OPTIONS = "Tensor? sink, str sink_layout, float softmax_scale, float softcap, bool deterministic, int sm_margin"
+_NUM_LISTS = len(PreparedIndices._fields)
 Maybe = torch.Tensor | None
 
 
@@ -35,12 +39,14 @@ Maybe = torch.Tensor | None
 )  # fmt: skip
 def index_fwd(
     q: torch.Tensor, k: torch.Tensor, v: Maybe, head_dim_v: int, rows: torch.Tensor, counts: torch.Tensor,
-    q_block_size: int, k_block_size: int, k_start: Maybe, k_end: Maybe, sink: Maybe, sink_layout: str,
-    softmax_scale: float, softcap: float, deterministic: bool, sm_margin: int, return_max_logits: bool,
-    needs_backward: bool,
+    total_k: int, k_block_size: int, k_start: Maybe, k_end: Maybe, q_block_size: int, readers: Maybe,
+    reader_begins: Maybe, sink: Maybe, sink_layout: str, softmax_scale: float, softcap: float, deterministic: bool,
+    sm_margin: int, return_max_logits: bool, needs_backward: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """``(out (Tq, Hq, Dv) in q's dtype, lse (Tq, Hq), max_logits (Hq,) or empty)``."""
-    lists = PreparedIndices(rows, counts, k.shape[0], k_block_size, k_start, k_end, q_block_size)
+    lists = PreparedIndices(
+        rows, counts, total_k, k_block_size, k_start, k_end, q_block_size, readers, reader_begins
+    )
     options = options_of(softmax_scale, softcap, sink_layout, deterministic, sm_margin, return_max_logits)
     problem = IndexProblem.of_lists(q, k, v, options, lists, sink, needs_backward, head_dim_v)
     out, lse = choose(problem).forward(problem, q, k, v, lists)
@@ -72,16 +78,18 @@ def _(
 )  # fmt: skip
 def index_bwd(
     dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: Maybe, head_dim_v: int, out: torch.Tensor,
-    lse: torch.Tensor, rows: torch.Tensor, counts: torch.Tensor, q_block_size: int, k_block_size: int, k_start: Maybe,
-    k_end: Maybe, sink: Maybe, sink_layout: str, softmax_scale: float, softcap: float, deterministic: bool,
-    sm_margin: int, dlse: Maybe = None,
+    lse: torch.Tensor, rows: torch.Tensor, counts: torch.Tensor, total_k: int, k_block_size: int, k_start: Maybe,
+    k_end: Maybe, q_block_size: int, readers: Maybe, reader_begins: Maybe, sink: Maybe, sink_layout: str,
+    softmax_scale: float, softcap: float, deterministic: bool, sm_margin: int, dlse: Maybe = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """``(dq, dk, dv, dsink)`` in the dtypes of q, k, v and sink; ``dsink`` is empty without a sink.
 
     Without v ``dv`` is empty, and the gradient of the values is in ``dk``. ``dlse`` (Tq, Hq): the gradient of lse, or
     None.
     """
-    lists = PreparedIndices(rows, counts, k.shape[0], k_block_size, k_start, k_end, q_block_size)
+    lists = PreparedIndices(
+        rows, counts, total_k, k_block_size, k_start, k_end, q_block_size, readers, reader_begins
+    )
     options = options_of(softmax_scale, softcap, sink_layout, deterministic, sm_margin)
     problem = IndexProblem.of_lists(q, k, v, options, lists, sink, True, head_dim_v)
     delta = delta_with_dlse(out, dout, lse, dlse)
@@ -99,28 +107,32 @@ def _(
     dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: Maybe, head_dim_v: int, out: torch.Tensor,
     lse: torch.Tensor, *rest: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    sink = rest[6]  # behind the lists
+    sink = rest[_NUM_LISTS]  # behind the lists
     dsink = lse.new_empty((0,)) if sink is None else sink.new_empty(sink.shape)
     dv = k.new_empty((0,)) if v is None else v.new_empty(v.shape)
     return q.new_empty(q.shape), k.new_empty(k.shape), dv, dsink
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    q, k, v, head_dim_v, rows, counts, q_block, k_block, k_start, k_end, sink, *options = inputs
+    q, k, v, head_dim_v, *rest = inputs
+    lists, (sink, *options) = PreparedIndices(*rest[:_NUM_LISTS]), rest[_NUM_LISTS:]
     out, lse, max_logits = output
-    ctx.save_for_backward(q, k, v, out, lse, rows, counts, k_start, k_end, sink)
-    ctx.head_dim_v, ctx.blocks, ctx.options = head_dim_v, (q_block, k_block), options[:5]
+    tensors = lists.rows, lists.counts, lists.k_start, lists.k_end, lists.readers, lists.reader_begins
+    ctx.save_for_backward(q, k, v, out, lse, sink, *tensors)
+    ctx.sizes = lists.total_k, lists.k_block_size, lists.q_block_size
+    ctx.head_dim_v, ctx.options = head_dim_v, options[:5]
     ctx.mark_non_differentiable(max_logits)
     ctx.set_materialize_grads(False)  # that of lse would be made for every loss that does not use it
 
 
 def _grad(ctx: Any, dout: Maybe, dlse: Maybe, _dmax_logits: object) -> tuple[torch.Tensor | None, ...]:
-    q, k, v, out, lse, rows, counts, k_start, k_end, sink = ctx.saved_tensors
-    lists = rows, counts, *ctx.blocks, k_start, k_end
+    q, k, v, out, lse, sink, rows, counts, k_start, k_end, *readers = ctx.saved_tensors
+    total_k, k_block, q_block = ctx.sizes
+    lists = rows, counts, total_k, k_block, k_start, k_end, q_block, *readers
     if dout is None:
         dout = torch.zeros_like(out)
     dq, dk, dv, dsink = index_bwd(dout, q, k, v, ctx.head_dim_v, out, lse, *lists, sink, *ctx.options, dlse)
-    return dq, dk, None if v is None else dv, *[None] * 7, None if sink is None else dsink, *[None] * 7
+    return dq, dk, None if v is None else dv, *[None] * (1 + _NUM_LISTS), None if sink is None else dsink, *[None] * 7
 
 
 index_fwd.register_autograd(_grad, setup_context=_save)

@@ -16,6 +16,7 @@ from magi_attention.env import build as env
 from magi_attention.kernels.ffa.operands import DTYPES, dense, stride_fields
 from magi_attention.kernels.index_attn.backward_choice import is_key_stationary
 from magi_attention.kernels.index_attn.forward_choice import copies_blocks
+from magi_attention.kernels.index_attn.invert import key_counts, with_readers
 from magi_attention.kernels.index_attn.types import IndexProblem, PreparedIndices
 from magi_attention.native.families import SM90
 from magi_attention.native.index.calls import IndexLibrary
@@ -138,12 +139,17 @@ class IndexFfa:
             if not problem.options.deterministic:
                 library.backward(**call, out=first_out, list_begin=0, list_end=lists.rows.shape[0])
             else:
+                lists = with_readers(lists)
+                sum_call = _sum_call(lists, held["key_counts"], tiles)
                 for begin, end in _list_ranges(lists, tiles * sum(x.shape[2] for x in grads.values())):
+                    some = {"list_begin": begin, "list_end": end}
                     given = first_out if begin == 0 else None  # later calls read the delta that this one wrote
-                    owners = _owners(lists, held["key_counts"], begin, end).unsqueeze(2).expand(-1, -1, tiles, -1)
-                    shares = {f"{n}_partials": x.new_empty((owners.numel(), x.shape[2])) for n, x in grads.items()}
-                    library.backward(**call, **_addresses(**shares), out=given, list_begin=begin, list_end=end)
-                    _add_shares(library, tuple(shares.values()), tuple(grads.values()), owners, stream)
+                    num_shares = (end - begin) * tiles * lists.rows[0].numel() * lists.k_block_size
+                    shares = {f"{n}_partials": x.new_empty((num_shares, x.shape[2])) for n, x in grads.items()}
+                    library.backward(**call, **_addresses(**shares), out=given, **some)
+                    for x, share in zip(grads.values(), shares.values()):
+                        more = _addresses(sums=x, partials=share)
+                        library.sum_shares(**sum_call, **some, **more, width=x.shape[2], stream=stream)
         if takes_v:  # else the kernel has scaled dk, as the gradient of the values is in it
             grads["dk"].mul_(problem.options.softmax_scale)
         return dq, grads
@@ -175,54 +181,19 @@ def _empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> to
     return torch.empty(shape, dtype=dtype, device=device)
 
 
-def _add_shares(
-    library: IndexLibrary,
-    shares: Sequence[torch.Tensor],
-    sums: Sequence[torch.Tensor],
-    owners: torch.Tensor,
-    stream: int,
-) -> None:
-    """Adds each share to the row of ``sums``, flattened to (keys * kv heads, D), that ``owners`` names; -1: to none."""
-    num_rows = sums[0].shape[0] * sums[0].shape[1]
-    owners, entries = owners.flatten().sort(stable=True)
-    begins = torch.searchsorted(owners, torch.arange(num_rows + 1, device=owners.device)).int()
-    entries = entries.int()
-    for share, total in zip(shares, sums):
-        library.sum_shares(
-            num_rows=num_rows, width=total.shape[2], begins=begins.data_ptr(), entries=entries.data_ptr(),
-            partials=share.data_ptr(), sums=total.data_ptr(), stream=stream,
-        )  # fmt: skip
-
-
-def _owners(lists: PreparedIndices, key_counts: torch.Tensor, begin: int, end: int) -> torch.Tensor:
-    """The row among (keys * kv heads) of every key of some lists (n, Hk, N * k_block_size); -1 where it is not seen."""
-    rows, block = lists.rows[begin:end].long(), lists.k_block_size
-    keys = rows[..., None] * block + torch.arange(block, device=rows.device)
-    if lists.k_start is not None:
-        keys = keys + lists.k_start[begin:end, None, None, None]
-    keys = keys.flatten(2) * rows.shape[1] + torch.arange(rows.shape[1], device=rows.device)[:, None]
-    place = torch.arange(keys.shape[2], device=rows.device)
-    return torch.where(place < key_counts[begin:end, :, None], keys, -1)
-
-
-def _key_counts(lists: PreparedIndices) -> torch.Tensor:
-    """Keys (L, Hk) int32 that each list sees. They are the first of those that it names, since lists ascend."""
-    block, beyond = lists.k_block_size, -lists.total_k % lists.k_block_size
-    if lists.k_start is None and lists.k_end is None:
-        if block == 1:
-            return lists.counts
-        cut = (lists.rows == lists.total_k // block).any(-1) * beyond if beyond else 0
-        return (lists.counts * block - cut).int()
-    first = lists.rows.long() * block
-    if lists.k_start is not None:
-        first = first + lists.k_start[:, None, None]
-    end = lists.total_k if lists.k_end is None else lists.k_end.clamp(max=lists.total_k)[:, None, None]
-    return (end - first).clamp(0, block).masked_fill(lists.rows < 0, 0).sum(-1, dtype=torch.int32)
+def _sum_call(lists: PreparedIndices, counts: torch.Tensor, tiles: int) -> dict[str, int]:
+    """What sums of shares have in common. ``lists`` are inverted."""
+    assert lists.readers is not None and lists.reader_begins is not None
+    return {
+        "total_k": lists.total_k, "heads_kv": lists.rows.shape[1], "k_block": lists.k_block_size,
+        "max_entries": lists.rows.shape[2], "num_tiles": tiles, "has_starts": int(lists.k_start is not None),
+        **_addresses(readers=lists.readers, reader_begins=lists.reader_begins, key_counts=counts),
+    }  # fmt: skip
 
 
 def _lists(lists: PreparedIndices) -> dict[str, torch.Tensor]:
     """What kernels read of the lists, to be held until the launch."""
-    held = {"lists": lists.rows, "key_counts": _key_counts(lists)}
+    held = {"lists": lists.rows, "key_counts": key_counts(lists)}
     if lists.k_start is not None:
         held["k_starts"] = lists.k_start.int()
     return held

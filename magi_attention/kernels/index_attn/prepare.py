@@ -8,16 +8,16 @@ import torch
 from magi_attention.env import general
 from magi_attention.errors import ContractError
 from magi_attention.kernels.index_attn import prepare_ffa
+from magi_attention.kernels.index_attn.invert import CHUNK, with_readers
 from magi_attention.kernels.index_attn.types import PreparedIndices
 
 _INTEGERS = (torch.int32, torch.int64)
 _LAST = torch.iinfo(torch.int32).max  # sorts behind every entry
-_CHUNK = 1 << 24  # entries that are sorted at a time, which take some 40 bytes each meanwhile
 
 
 def prepare_indices(
     indices: torch.Tensor, total_k: int, *, k_block_size: int = 1, k_start: torch.Tensor | None = None,
-    k_end: torch.Tensor | None = None, q_block_size: int = 1,
+    k_end: torch.Tensor | None = None, q_block_size: int = 1, deterministic: bool = False,
 ) -> PreparedIndices:  # fmt: skip
     """Sorts lists of keys, once for all layers that share them and for every forward and backward.
 
@@ -29,11 +29,14 @@ def prepare_indices(
         k_start: integer (L,): rows are counted from here, 0 or more, as from the first key of the query's document.
         k_end: integer (L,): only rows before this one are seen, as for causal attention.
         q_block_size: queries that follow one another and share a list. There are L lists, one for each so many.
+        deterministic: for calls with ``deterministic=True``: also inverts the lists, once. It takes as much memory as
+            the lists. Without it each deterministic backward on a GPU does so, which sorts all entries.
 
     Raises:
         ContractError: shapes or dtypes that do not fit together, and an entry that begins after the last key. On a GPU
             such entries count as none without an error, since looking would wait for the GPU; with
             ``MAGI_ATTENTION_SANITY_CHECK=1`` they are refused there too.
+        UnsupportedError: with ``deterministic``, 2**31 entries or more.
     """
     _check_form(indices)
     if not 0 <= total_k < _LAST or k_block_size < 1 or q_block_size < 1:
@@ -42,7 +45,8 @@ def prepare_indices(
         )
     k_start, k_end = _bound("k_start", k_start, indices), _bound("k_end", k_end, indices)
     rows, counts = prepare_op(indices, total_k, k_block_size, k_start)
-    return PreparedIndices(rows, counts, total_k, k_block_size, k_start, k_end, q_block_size)
+    lists = PreparedIndices(rows, counts, total_k, k_block_size, k_start, k_end, q_block_size)
+    return with_readers(lists) if deterministic else lists
 
 
 def lists_of_blocks(blocks: torch.Tensor, q_block_size: int, k_block_size: int, total_k: int) -> PreparedIndices:
@@ -127,7 +131,7 @@ def prepare_op(
         return prepare_ffa.prepare(library, indices, total_k, k_block_size, k_start)
     rows = indices.new_empty(indices.shape, dtype=torch.int32)
     counts = indices.new_empty(indices.shape[:2], dtype=torch.int32)
-    step = max(_CHUNK // max(indices.shape[1] * indices.shape[2], 1), 1)
+    step = max(CHUNK // max(indices.shape[1] * indices.shape[2], 1), 1)
     for begin in range(0, indices.shape[0], step):
         part = slice(begin, begin + step)
         start = 0 if k_start is None else k_start[part, None, None]

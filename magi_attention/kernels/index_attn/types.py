@@ -24,6 +24,11 @@ class PreparedIndices(NamedTuple):
     ``total_k``: rows of k that they are for. With ``k_block_size`` 1 and ``k_start`` None an entry is a row of k. Else
     entry b is the block of ``k_block_size`` rows from ``k_start[l] + b * k_block_size`` on, and only its rows before
     ``k_end[l]`` are seen (int64 (L,) each; None: 0 and ``total_k``).
+
+    ``readers`` int32 (L * Hk * N,) and ``reader_begins`` int32 (S * Hk + 1,), or None: the lists by key, which a
+    deterministic backward needs. A block begins at one of S keys: at every ``k_block_size``-th, or with ``k_start`` at
+    any. ``readers[reader_begins[i] : reader_begins[i + 1]]`` are the places in ``rows``, flattened and ascending, that
+    name the block from the key ``i // Hk`` of these on, in kv head ``i % Hk``. Places that name no key come last.
     """
 
     rows: torch.Tensor
@@ -33,6 +38,8 @@ class PreparedIndices(NamedTuple):
     k_start: torch.Tensor | None = None
     k_end: torch.Tensor | None = None
     q_block_size: int = 1
+    readers: torch.Tensor | None = None
+    reader_begins: torch.Tensor | None = None
 
     def num_lists(self, total_q: int) -> int:
         """Lists that so many queries have."""

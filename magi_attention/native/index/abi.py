@@ -63,8 +63,8 @@ class IndexSumParams(ctypes.Structure):
     """``magi_ffa_index_sum_params``."""
 
     _fields_ = fields("""
-        int32 version num_rows width reserved
-        void* begins entries partials sums stream
+        int32 version total_k heads_kv k_block max_entries num_tiles width has_starts list_begin list_end
+        void* readers reader_begins key_counts partials sums stream
     """)
 
 

@@ -10,8 +10,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from index_on_cpu import IndexCall, IndexLibraryOnCpu, run_on_the_cpu
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from magi_attention.kernels.index_attn import ffa, prepare_ffa
+from magi_attention.kernels.index_attn.invert import with_readers
 from magi_attention.kernels.index_attn.prepare import blocks_op, prepare_indices, prepare_op
 
 SOURCE = Path(__file__).with_name("index_on_cpu.cpp")
@@ -96,6 +98,32 @@ def test_in_order_the_same_bits(library, name, monkeypatch):
     assert all(torch.equal(a, b) for a, b in zip(*found))
     for deterministic in (False, True):
         call.check_gradients_of_lse(deterministic)
+
+
+class Sorts(TorchDispatchMode):
+    """How often anything is sorted; what is inside an op of ours counts as that."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += "sort" in str(func) or "index_readers" in str(func)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", ["8 heads on 2", "4 heads, blocks of 8 and 24", "blocks within bounds"])
+def test_lists_are_inverted_once(library, name, monkeypatch):
+    """Those prepared for deterministic gradients are sorted by no backward, others by each; the bits are the same."""
+    monkeypatch.setattr(ffa, "SHARES_BYTES", 40_000)  # some lists at a time
+    call, counts, found = draw(CASES[name], 3), [], []
+    plain = call.lists
+    assert plain.readers is None
+    for call.lists in (plain, plain, with_readers(plain), with_readers(plain)):
+        library.use(2, len(found))
+        with Sorts() as sorts:
+            found.append(call.check_backward(deterministic=True))
+        counts.append(sorts.count)
+    assert counts == [1, 1, 0, 0]
+    assert all(torch.equal(*pair) for other in found[1:] for pair in zip(found[0], other))
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)

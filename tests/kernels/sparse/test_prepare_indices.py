@@ -23,7 +23,7 @@ def test_rows_are_the_sorted_set_of_each_list(seed):
     indices = rng.integers(-3, total, size=(tokens, heads, width))
     dtype = torch.int32 if seed % 2 else torch.int64
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prepare, "_CHUNK", 2 * heads * max(width, 1))  # two lists at a time
+        patch.setattr(prepare, "CHUNK", 2 * heads * max(width, 1))  # two lists at a time
         lists = prepare_indices(torch.from_numpy(indices).to(dtype), total)
     assert lists.rows.dtype == lists.counts.dtype == torch.int32 and lists.rows.is_contiguous() and lists.is_plain
     for t in range(tokens):

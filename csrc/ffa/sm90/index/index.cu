@@ -216,14 +216,28 @@ magi_status magi_ffa_index_bwd_keys_workspace(const magi_ffa_index_bwd_keys_para
 
 magi_status magi_ffa_index_sum(const magi_ffa_index_sum_params* params) {
   const magi_ffa_index_sum_params& p = *params;
-  if (p.version != MAGI_ABI_VERSION || p.num_rows < 0 || p.width < 4 || p.width % 4)
+  if (p.version != MAGI_ABI_VERSION || p.width < 4 || p.width % 4)
     return magi::fail(MAGI_INVALID_ARGUMENT,
-                      "%d rows of %d values, ABI version %d: rows are of a "
-                      "multiple of 4 values, and the version is %d.",
-                      p.num_rows, p.width, p.version, MAGI_ABI_VERSION);
-  if (p.num_rows == 0) return MAGI_OK;
+                      "Rows of %d values, ABI version %d: rows are of a multiple of 4 values, and "
+                      "the version is %d.",
+                      p.width, p.version, MAGI_ABI_VERSION);
+  if (p.total_k < 0 || p.heads_kv < 1 || p.k_block < 1 || p.max_entries < 0 || p.num_tiles < 1 ||
+      p.list_begin < 0 || p.list_begin > p.list_end)
+    return magi::fail(MAGI_INVALID_ARGUMENT,
+                      "%d keys of %d kv heads in blocks of %d, lists %d to %d of %d entries in %d "
+                      "tiles: none may be negative, and of heads, keys in a block and tiles there "
+                      "is one or more.",
+                      p.total_k, p.heads_kv, p.k_block, p.list_begin, p.list_end, p.max_entries,
+                      p.num_tiles);
+  const int64_t rows = static_cast<int64_t>(p.total_k) * p.heads_kv;
+  const int64_t places = static_cast<int64_t>(p.list_end) * p.heads_kv * p.max_entries;
+  if (rows >= 1ll << 31 || places >= 1ll << 31)
+    return magi::fail(MAGI_UNSUPPORTED,
+                      "%lld rows and %lld entries are too many; split the queries or the keys.",
+                      static_cast<long long>(rows), static_cast<long long>(places));
+  if (rows == 0 || places == 0) return MAGI_OK;
   constexpr int kRows = magi::kSumThreads / 32;
-  return magi::launch_kernel(magi::index_sum_shares, dim3((p.num_rows + kRows - 1) / kRows),
+  return magi::launch_kernel(magi::index_sum_shares, dim3((rows + kRows - 1) / kRows),
                              magi::kSumThreads, 0, p.stream, p, "launching the sum of shares");
 }
 }

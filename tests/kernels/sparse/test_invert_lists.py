@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The inverted lists of index attention, against who sees a key by the definition of lists."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from magi_attention.errors import UnsupportedError
+from magi_attention.kernels.index_attn import invert
+from magi_attention.kernels.index_attn.invert import check_readers, key_counts, with_readers
+from magi_attention.kernels.index_attn.prepare import lists_of_blocks, prepare_indices
+from magi_attention.kernels.index_attn.types import PreparedIndices
+
+
+def readers_of(lists: PreparedIndices, key: int, head: int) -> list[tuple[int, int]]:
+    """``(first key of the block, list)`` of all that read a key, in the order of the inverted lists."""
+    block, (_, heads, width) = lists.k_block_size, lists.rows.shape
+    counts, begins = key_counts(lists).flatten(), lists.reader_begins.tolist()
+    firsts = [key // block] if lists.k_start is None else range(max(key - block + 1, 0), key + 1)
+    found = []
+    for number in firsts:
+        first = number * block if lists.k_start is None else number
+        group = number * heads + head
+        for place in lists.readers[begins[group] : begins[group + 1]].tolist():
+            assert place // width % heads == head
+            if place % width * block + key - first < counts[place // width]:
+                found.append((first, place // width // heads))
+    return found
+
+
+def seen_by(indices: torch.Tensor, lists: PreparedIndices, key: int, head: int) -> list[tuple[int, int]]:
+    """The same by the definition, ascending."""
+    block, found = lists.k_block_size, set()
+    for number, entries in enumerate(indices[:, head].tolist()):
+        start = 0 if lists.k_start is None else int(lists.k_start[number])
+        end = lists.total_k if lists.k_end is None else int(lists.k_end[number])
+        for entry in entries:
+            first = start + entry * block
+            if entry >= 0 and first <= key < min(first + block, end, lists.total_k):
+                found.add((first, number))
+    return sorted(found)
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_who_reads_a_key(seed, monkeypatch):
+    """With keys that are there twice, -1 anywhere and lists of unequal length; a few lists are sorted at a time."""
+    print(f"seed {seed}")
+    gen = torch.Generator().manual_seed(seed)
+
+    def pick(*of: int) -> int:
+        return of[int(torch.randint(len(of), (1,), generator=gen))]
+
+    num_lists, heads, width = pick(0, 1, 9), pick(1, 3), pick(0, 1, 7)
+    total_k, block = pick(1, 8, 40), pick(1, 1, 3, 16)
+    if seed % 2:
+        monkeypatch.setattr(invert, "CHUNK", pick(1, 20))
+    bounds = {}
+    if seed % 3 == 1:
+        bounds["k_start"] = torch.randint(0, total_k, (num_lists,), generator=gen)
+    if seed % 4 > 1:
+        bounds["k_end"] = torch.randint(0, total_k + 1, (num_lists,), generator=gen)
+    most = -(-total_k // block)
+    indices = torch.randint(-most, most, (num_lists, heads, width), generator=gen)
+    if "k_start" in bounds:
+        indices[indices * block + bounds["k_start"][:, None, None] >= total_k] = -1
+    lists = prepare_indices(indices, total_k, k_block_size=block, **bounds, deterministic=True)
+    assert with_readers(lists) is lists
+    assert sorted(lists.readers.tolist()) == list(range(num_lists * heads * width)), "each place once"
+    for key in range(total_k):
+        for head in range(heads):
+            assert readers_of(lists, key, head) == seen_by(indices, lists, key, head), (key, head)
+
+
+def test_lists_of_a_block_mask():
+    gen = torch.Generator().manual_seed(0)
+    blocks = torch.rand((2, 5, 6), generator=gen) < 0.5
+    lists = with_readers(lists_of_blocks(blocks, 4, 3, 17))
+    for key in range(17):
+        for head in range(2):
+            want = blocks[head, :, key // 3].nonzero().flatten().tolist()
+            assert [number for _, number in readers_of(lists, key, head)] == want
+
+
+def test_too_many_entries_get_a_sentence():
+    rows = torch.empty((2**20, 1, 2**11), dtype=torch.int32, device="meta")
+    lists = PreparedIndices(rows, rows[..., 0], 9)
+    with pytest.raises(UnsupportedError, match="split the queries, or set deterministic=False"):
+        with_readers(lists)
+    check_readers(lists._replace(rows=rows[1:]))
+
+
+def test_compiled_it_is_one_more_op():
+    indices = torch.randint(-3, 20, (6, 2, 5), generator=torch.Generator().manual_seed(1))
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    def prepare(x):
+        return prepare_indices(x, 20, k_block_size=1, deterministic=True)[-2:]
+
+    got = torch.compile(prepare, fullgraph=True, backend=backend)(indices)
+    assert all(torch.equal(*pair) for pair in zip(got, prepare(indices)))
+    names = [str(node.target) for node in graphs[0].graph.nodes if "magi_attention" in str(node.target)]
+    assert names == ["magi_attention.index_prepare.default", "magi_attention.index_readers.default"]
+
+
+@pytest.mark.parametrize("has_start", (False, True))
+def test_the_op_is_registered_soundly(has_start):
+    lists = prepare_indices(torch.tensor([[[0, 2]], [[1, 1]]]), 9, k_block_size=3)
+    start = torch.tensor([0, 2]) if has_start else None
+    arguments = lists.rows, key_counts(lists), 9, 3, start
+    torch.library.opcheck(invert.readers_op, arguments, test_utils=("test_schema", "test_faketensor"))
