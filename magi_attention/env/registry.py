@@ -10,8 +10,9 @@ from __future__ import annotations
 import difflib
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from magi_attention.errors import UnsupportedError
 
@@ -206,6 +207,17 @@ def raw_entries(names: tuple[str, ...]) -> tuple[dict, tuple[str | bytes, ...]]:
     if type(data) is not dict:
         raise UnsupportedError("os.environ of this Python is no wrapper of a dictionary; use CPython.")
     return data, tuple(os.environ.encodekey(VARIABLES[name].name) for name in names)
+
+
+def watch(*names: str) -> Callable[[], tuple[str | bytes | None, ...]]:
+    """A function that gives registered variables as they are in the environment, to be compared with another time; on
+    CPython in 0.1 us a name. None for those that are not set."""
+    data: Mapping[Any, Any]
+    try:
+        data, keys = raw_entries(names)
+    except UnsupportedError:
+        data, keys = os.environ, tuple(VARIABLES[name].name for name in names)
+    return lambda: tuple(map(data.get, keys))
 
 
 def check_unknown(environ: Mapping[str, str] | None = None) -> list[str]:

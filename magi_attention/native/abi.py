@@ -8,7 +8,7 @@ import struct
 from ctypes import c_int32, c_int64, c_void_p
 from typing import Any
 
-from magi_attention.native.c_struct import fields, strides
+from magi_attention.native.c_struct import divided, fields, strides
 
 ABI_VERSION = 27
 HOST_VERSION = 1  # of the Python module _magi_host, whose launches also follow ABI_VERSION
@@ -83,9 +83,7 @@ class FfaFwdParams(ctypes.Structure):
     """)
 
 
-# A call writes the addresses behind a prepared prefix: 0.5 us where filling the struct unpacks 3.
-FFA_FWD_PREFIX_BYTES = FfaFwdParams.q.offset
-FFA_FWD_POINTERS = struct.Struct("=11Q")
+FFA_FWD_PREFIX_BYTES, FFA_FWD_POINTERS = divided(FfaFwdParams, "q")
 
 
 class Pairs(ctypes.Structure):
@@ -113,8 +111,7 @@ class FfaBwdParams(ctypes.Structure):
     """)
 
 
-FFA_BWD_PREFIX_BYTES = FfaBwdParams.q.offset
-FFA_BWD_POINTERS = struct.Struct("=17Q")
+FFA_BWD_PREFIX_BYTES, FFA_BWD_POINTERS = divided(FfaBwdParams, "q")
 
 
 class SymmBuffer(ctypes.Structure):
@@ -137,7 +134,7 @@ class FfaRemote(ctypes.Structure):
     """, SymmBuffer=SymmBuffer)
 
 
-FFA_REMOTE_PREFIX_BYTES, FFA_REMOTE_TAIL = FfaRemote.dk_sums.offset, struct.Struct("=2Q")
+FFA_REMOTE_PREFIX_BYTES, FFA_REMOTE_TAIL = divided(FfaRemote, "dk_sums")
 
 
 # ---- symm.h: exchanges within one NVLink domain ----
@@ -214,11 +211,10 @@ class SymmReduceParams(ctypes.Structure):
     """, SymmBuffer=SymmBuffer)
 
 
-# As with the attention kernels, a call writes the addresses behind a prepared prefix.
-SYMM_PUT_PREFIX_BYTES, SYMM_PUT_TAIL = SymmPutParams.source.offset, struct.Struct("=4Q")
-SYMM_UNPACK_PREFIX_BYTES, SYMM_UNPACK_TAIL = SymmUnpackParams.out.offset, struct.Struct("=4Q")
-SYMM_RECV_REDUCE_PREFIX_BYTES, SYMM_RECV_REDUCE_TAIL = SymmRecvReduceParams.own.offset, struct.Struct("=10Q")
-SYMM_REDUCE_PREFIX_BYTES, SYMM_REDUCE_TAIL = SymmReduceParams.base.offset, struct.Struct("=8Q")
+SYMM_PUT_PREFIX_BYTES, SYMM_PUT_TAIL = divided(SymmPutParams, "source")
+SYMM_UNPACK_PREFIX_BYTES, SYMM_UNPACK_TAIL = divided(SymmUnpackParams, "out")
+SYMM_RECV_REDUCE_PREFIX_BYTES, SYMM_RECV_REDUCE_TAIL = divided(SymmRecvReduceParams, "own")
+SYMM_REDUCE_PREFIX_BYTES, SYMM_REDUCE_TAIL = divided(SymmReduceParams, "base")
 
 I32_PTR = ctypes.POINTER(c_int32)
 I64_PTR = ctypes.POINTER(c_int64)

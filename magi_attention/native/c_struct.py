@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ctypes
+import struct
 from typing import Any
 
 _TYPES: dict[str, Any] = {
@@ -32,3 +33,17 @@ def fields(text: str, **structs: type[ctypes.Structure]) -> list[tuple[str, Any]
 def strides(names: str) -> str:
     """The names of the strides of a token and of a head, for each of these tensors."""
     return " ".join(f"{name}_stride_{dim}" for name in names.split() for dim in ("token", "head"))
+
+
+def divided(kind: type[ctypes.Structure], first: str) -> tuple[int, struct.Struct]:
+    """Where the parameters of a launch divide: ``(bytes of the prefix, format of the tail)``.
+
+    A caller prepares the prefix once, up to the field ``first``. Each call packs the addresses and int64 behind it:
+    0.5 us, where filling the struct takes 3. ``ValueError`` if a field of the tail is of another size.
+    """
+    begin: int = getattr(kind, first).offset
+    tail = [part for name, part, *_ in kind._fields_ if getattr(kind, name).offset >= begin]
+    values = struct.Struct(f"={(ctypes.sizeof(kind) - begin) // 8}Q")
+    if any(ctypes.sizeof(part) % 8 for part in tail) or begin + values.size != ctypes.sizeof(kind):
+        raise ValueError(f"{kind.__name__} has fields behind {first} that are not of 8 bytes; put them before it.")
+    return begin, values

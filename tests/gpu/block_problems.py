@@ -6,10 +6,16 @@ A case is tokens, keys, query heads, kv heads, head dims of q and of v, sizes of
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import pytest
 import torch
 
+from magi_attention.kernels.index_attn.choice import default_backends
 from magi_attention.native.families import SM90
+from magi_attention.native.index.calls import IndexLibrary
 
 DEVICE = "cuda"
 NEEDS_HOPPER = [
@@ -33,3 +39,26 @@ def draw_blocks(case: tuple, gen: torch.Generator) -> torch.Tensor:
     tokens, keys, _, heads_kv, _, _, q_block, k_block, share = case
     shape = heads_kv, -(-tokens // q_block), -(-keys // k_block)
     return torch.rand(shape, generator=gen, device=DEVICE) < share
+
+
+@contextmanager
+def noted_launches(
+    monkeypatch: pytest.MonkeyPatch, entry: str, params: type, note: Callable[[Any], object]
+) -> Iterator[None]:
+    """``note`` gets the parameters of each launch by ``entry`` of ``IndexLibrary``. No call was prepared before."""
+    bind = IndexLibrary._bind
+
+    def bind_noted(self: IndexLibrary) -> None:
+        bind(self)
+        raw = getattr(self, entry)
+
+        def run(given: bytes) -> int:
+            note(params.from_buffer_copy(given))
+            return raw(given)
+
+        setattr(self, entry, run)
+
+    monkeypatch.setattr(IndexLibrary, "_bind", bind_noted)
+    default_backends.cache_clear()
+    yield
+    default_backends.cache_clear()

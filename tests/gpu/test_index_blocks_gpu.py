@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
-from block_problems import BF16, DEVICE, FP16, NEEDS_HOPPER, draw_blocks, draw_rows
+from block_problems import BF16, DEVICE, FP16, NEEDS_HOPPER, draw_blocks, draw_rows, noted_launches
 
 from magi_attention.api import block_sparse_attn_func
-from magi_attention.native.index.calls import IndexLibrary
+from magi_attention.native.index.abi import IndexFwdBlocksParams
 from magi_attention.testing.block_lists import poison_unseen
 
 pytestmark = NEEDS_HOPPER
@@ -43,17 +45,11 @@ def forward(tensors: list[torch.Tensor], blocks: torch.Tensor, case: tuple, **op
 
 
 @pytest.fixture
-def calls(monkeypatch) -> list[int]:
+def calls(monkeypatch) -> Iterator[list[int]]:
     """Tokens of each forward that copied blocks."""
     found: list[int] = []
-    run = IndexLibrary.forward_by_blocks
-
-    def counted(self, **fields):
-        found.append(fields["total_q"])
-        run(self, **fields)
-
-    monkeypatch.setattr(IndexLibrary, "forward_by_blocks", counted)
-    return found
+    with noted_launches(monkeypatch, "forward_blocks_raw", IndexFwdBlocksParams, lambda p: found.append(p.total_q)):
+        yield found
 
 
 def assert_near(got: list[torch.Tensor], want: list[torch.Tensor], others: list[torch.Tensor]) -> None:

@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
-from block_problems import BF16, DEVICE, FP16, NEEDS_HOPPER, draw_blocks, draw_rows
+from block_problems import BF16, DEVICE, FP16, NEEDS_HOPPER, draw_blocks, draw_rows, noted_launches
 
 from magi_attention.api import block_sparse_attn_func
-from magi_attention.kernels.index_attn import ffa
-from magi_attention.native.index.calls import IndexLibrary
+from magi_attention.kernels.index_attn import launches
+from magi_attention.kernels.index_attn.choice import default_backends
+from magi_attention.native.index.abi import IndexBwdKeysParams
 from magi_attention.testing.block_lists import poison_unseen
 
 pytestmark = NEEDS_HOPPER
@@ -43,16 +46,12 @@ def gradients(tensors: list[torch.Tensor], blocks: torch.Tensor, case: tuple, **
 
 
 @pytest.fixture
-def calls(monkeypatch) -> list[int]:
+def calls(monkeypatch) -> Iterator[list[int]]:
     """Bytes of the workspace of each backward that kept keys."""
     found: list[int] = []
-    run = IndexLibrary.backward_by_keys
-
-    def counted(self, allocate, **fields):
-        run(self, lambda num_bytes: found.append(num_bytes) or allocate(num_bytes), **fields)
-
-    monkeypatch.setattr(IndexLibrary, "backward_by_keys", counted)
-    return found
+    note = lambda p: found.append(p.workspace_bytes)  # noqa: E731
+    with noted_launches(monkeypatch, "backward_keys_raw", IndexBwdKeysParams, note):
+        yield found
 
 
 def assert_near(got: list[torch.Tensor], want: list[torch.Tensor], others: list[torch.Tensor]) -> None:
@@ -76,7 +75,8 @@ def test_gradients(case, dtype, calls, monkeypatch):
     assert not calls
     monkeypatch.setenv("MAGI_ATTENTION_INDEX_BACKWARD", "keys")
     for parts in (1, 2, 3, 8) * 3:
-        monkeypatch.setattr(ffa, "HEAD_SPLITS", parts)
+        monkeypatch.setattr(launches, "HEAD_SPLITS", parts)
+        default_backends.cache_clear()
         assert_near(gradients(tensors, blocks, case), want, others)
     assert len(calls) == 12
 

@@ -145,6 +145,7 @@ typedef struct {
   int64_t v_stride_token, v_stride_head;
   int64_t out_stride_token, out_stride_head;
   int64_t dout_stride_token, dout_stride_head;
+  int64_t workspace_bytes;
   const void *q, *k, *v;
   const void* out; /* or NULL: then delta is read */
   const void* dout;
@@ -155,7 +156,6 @@ typedef struct {
   const int32_t* lists;
   const int32_t* counts; /* device memory (lists, heads_kv): entries of each list */
   void* workspace;
-  int64_t workspace_bytes;
   void* stream;
 } magi_ffa_index_bwd_keys_params;
 

@@ -3,7 +3,10 @@
 
 Forward: work tiles of queries that share a list; ``forward_choice`` says how its keys are brought. Backward: dq stays
 with its list; what a list adds to dk and dv is added in memory in any order, or, with ``deterministic``, left there
-entry by entry and added key by key in the order of the lists.
+entry by entry and added key by key in the order of the lists; ``backward_choice`` says where keys stay instead.
+
+As with the dense kernels, what depends on shapes and options alone is prepared once (``launches``). Each later call
+looks it up, allocates results and appends addresses.
 """
 
 from __future__ import annotations
@@ -13,24 +16,47 @@ from collections.abc import Sequence
 import torch
 
 from magi_attention.env import build as env
-from magi_attention.kernels.ffa.operands import DTYPES, dense, stride_fields
-from magi_attention.kernels.index_attn.backward_choice import is_key_stationary
-from magi_attention.kernels.index_attn.forward_choice import copies_blocks
+from magi_attention.env.registry import watch
+from magi_attention.kernels.ffa.operands import DTYPES, CudaRuntime, dense, remember
 from magi_attention.kernels.index_attn.invert import key_counts, with_readers
+from magi_attention.kernels.index_attn.launches import (
+    BackwardLaunch,
+    ForwardLaunch,
+    prepare_backward,
+    prepare_forward,
+)
 from magi_attention.kernels.index_attn.types import IndexProblem, PreparedIndices
 from magi_attention.native.families import SM90
-from magi_attention.native.index.calls import IndexLibrary
-from magi_attention.native.loader import load, why_absent
+from magi_attention.native.index import abi
+from magi_attention.native.index.calls import BACKWARD, IndexLibrary, load_index
+from magi_attention.native.loader import why_absent
 
-SHARES_BYTES = 1 << 29  # that a deterministic backward leaves in memory at a time, where a list does not need more
-MOST_SHARES_BYTES = 1 << 31
-HEAD_SPLITS = 2  # parts of the query heads of a kv head, in which the key-stationary backward takes all tiles
+MOST_SHARES_BYTES = 1 << 31  # that one list may leave in a deterministic backward
+_pack_forward, _pack_blocks = abi.FWD_TAIL.pack, abi.FWD_BLOCKS_TAIL.pack
+_pack_backward, _pack_keys, _pack_sum = abi.BWD_TAIL.pack, abi.BWD_KEYS_TAIL.pack, abi.SUM_TAIL.pack
+_empty_like, _zeros_like = torch.empty_like, torch.zeros_like
+_Grads = tuple[torch.Tensor, Sequence[torch.Tensor]]  # dq, and dk with dv if the kernel takes a v
 
 
 class IndexFfa:
-    """The kernels as an ``IndexBackend``, on GPUs of compute capability 9.0."""
+    """The kernels as an ``IndexBackend``, on GPUs of compute capability 9.0.
+
+    ``library`` and ``runtime`` are by default those of this installation. What an instance keeps are prepared calls.
+    """
 
     name = "ffa"
+
+    def __init__(self, library: IndexLibrary | None = None, runtime: CudaRuntime | None = None) -> None:
+        self._given = library
+        if runtime is not None or CudaRuntime.exists():  # else nothing can be launched
+            self._runtime = runtime or CudaRuntime()
+        self._forward: dict[tuple[object, ...], ForwardLaunch] = {}
+        self._backward: dict[tuple[object, ...], BackwardLaunch] = {}
+        self._asked = watch("MAGI_ATTENTION_INDEX_FORWARD", "MAGI_ATTENTION_INDEX_BACKWARD")
+
+    @property
+    def _library(self) -> IndexLibrary:
+        return self._given or load_index()
 
     def why_not(self, problem: IndexProblem) -> str | None:
         """None if the kernels can run the problem, else a sentence."""
@@ -50,7 +76,7 @@ class IndexFfa:
         return why_absent(SM90.library) or self._why_no_kernel(p)
 
     def _why_no_kernel(self, p: IndexProblem) -> str | None:
-        library = self._library()
+        library = self._library
         takes_v = p.has_v or library.has(DTYPES[p.dtype], p.head_dim, p.head_dim_v)
         if not library.has(DTYPES[p.dtype], p.head_dim, p.head_dim_v, takes_v):
             form = "" if takes_v else " of values that are columns of k"
@@ -67,160 +93,153 @@ class IndexFfa:
             return f"A deterministic backward of lists of {keys} would leave more than {MOST_SHARES_BYTES} bytes each."
         return None
 
-    @staticmethod
-    def _library() -> IndexLibrary:
-        return IndexLibrary(load(SM90.library))
-
     def forward(
         self, problem: IndexProblem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None, lists: PreparedIndices
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        operands = self._operands(problem, q=q, k=k, v=v)
-        out = _empty((*q.shape[:2], problem.head_dim_v), q.dtype, q.device)
-        lse = _empty(q.shape[:2], torch.float32, q.device)
-        by_blocks = "v" in operands and copies_blocks(problem, lists)
-        if by_blocks:
-            work = _empty((1 + lists.counts.numel(),), torch.int32, q.device)
-            held = {"lists": lists.rows, "counts": lists.counts, "workspace": work}
+        index, runtime = q.get_device(), self._runtime
+        if index != runtime.current_device():
+            with runtime.on_device(index):
+                return self.forward(problem, q, k, v, lists)
+        key = (*_key(problem, index, q, k, v, lists), *self._asked())
+        call = self._forward.get(key)
+        if call is None:
+            call = prepare_forward(self._library, problem, q, k, v, lists)
+            remember(self._forward, key, call)
+        at = _addresses(q, k, v, call.takes_columns)
+        if call.is_unusual or (at[0] | at[1] | at[2]) & 15:
+            return self.forward(problem, dense(q), dense(k), None if v is None else dense(v), lists)
+        out, lse = _empty_like(call.out_like), _empty_like(call.lse_like)
+        made = (*at, out.data_ptr(), lse.data_ptr(), lists.rows.data_ptr())
+        stream = runtime.stream(index)
+        if call.work_like is None:
+            counts, starts = _seen(lists)  # held until the launch
+            tail = _pack_forward(*made, counts.data_ptr(), 0 if starts is None else starts.data_ptr(), stream)
         else:
-            held = _lists(lists)
-        with torch.cuda.device(q.device):
-            run = self._library().forward_by_blocks if by_blocks else self._library().forward
-            run(
-                **_shape(problem, operands, lists), **stride_fields(**operands, out=out),
-                **_addresses(**operands, out=out, lse=lse, **held), stream=_stream(q),
-            )  # fmt: skip
+            work = _empty_like(call.work_like)
+            tail = _pack_blocks(*made, lists.counts.data_ptr(), work.data_ptr(), stream)
+        status = call.raw(call.prefix + tail)
+        if status:
+            call.library.check(status, "Index attention forward")
         return out, lse
 
     def backward(
         self, problem: IndexProblem, dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None,
         out: torch.Tensor, lse: torch.Tensor, lists: PreparedIndices, delta: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:  # fmt: skip
-        operands = self._operands(problem, q=q, k=k, v=v, dout=dout.to(q.dtype))
-        out, lse = dense(out.to(q.dtype)), lse.contiguous()
-        if delta is not None:
-            delta = delta.to(torch.float32).contiguous()
-        by_keys = "v" in operands and is_key_stationary(problem, lists)
-        run = self._backward_by_keys if by_keys else self._backward_by_queries
-        dq, grads = run(problem, operands, out, lse, lists, delta)
+        index, runtime = q.get_device(), self._runtime
+        if index != runtime.current_device():
+            with runtime.on_device(index):
+                return self.backward(problem, dout, q, k, v, out, lse, lists, delta)
+        read = (dout, out, lse) if delta is None else (dout, out, lse, delta)
+        layouts = [(x.stride(), x.dtype) for x in read]
+        key = (*_key(problem, index, q, k, v, lists), *layouts, *self._asked())
+        call = self._backward.get(key)
+        if call is None:
+            is_plain = dout.dtype == out.dtype == q.dtype and all(_is_plain(x) for x in read[2:])
+            call = prepare_backward(self._library, problem, dout, q, k, v, out, lists, is_plain)
+            remember(self._backward, key, call)
+        at = (*_addresses(q, k, v, call.takes_columns), out.data_ptr(), dout.data_ptr())
+        if call.is_unusual or (at[0] | at[1] | at[2] | at[3] | at[4]) & 15:
+            dout, out = dense(dout.to(q.dtype)), dense(out.to(q.dtype))
+            q, k, v = dense(q), dense(k), None if v is None else dense(v)
+            delta = None if delta is None else _plain(delta)
+            return self.backward(problem, dout, q, k, v, out, _plain(lse), lists, delta)
+        if delta is not None:  # instead of out
+            at = (*at[:3], 0, at[4])
+        run = self._backward_by_queries if call.work_like is None else self._backward_by_keys
+        dq, (dk, *dv) = run(call, at, lse, delta, lists, runtime.stream(index))
         if problem.has_v:
-            return dq, grads["dk"], grads["dv"]
-        dk = grads["dk"].float()
-        if "dv" in grads:
-            dk[..., : problem.head_dim_v] += grads["dv"]
+            return dq, dk, dv[0]
+        dk = dk.float()
+        if dv:
+            dk[..., : problem.head_dim_v] += dv[0]
         return dq, dk, None
 
-    def _operands(self, problem: IndexProblem, **tensors: torch.Tensor | None) -> dict[str, torch.Tensor]:
-        """The tensors that a kernel reads. Columns of k are a ``v`` where there is a kernel that takes one; else there
-        is none, and the kernel knows."""
-        p, k = problem, tensors["k"]
-        if k is not None and not p.has_v and self._library().has(DTYPES[p.dtype], p.head_dim, p.head_dim_v):
-            tensors["v"] = k[..., : p.head_dim_v]
-        return {name: dense(x) for name, x in tensors.items() if x is not None}
-
+    @staticmethod
     def _backward_by_queries(
-        self, problem: IndexProblem, operands: dict[str, torch.Tensor], out: torch.Tensor, lse: torch.Tensor,
-        lists: PreparedIndices, delta: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:  # fmt: skip
+        call: BackwardLaunch, at: tuple[int, ...], lse: torch.Tensor, delta: torch.Tensor | None,
+        lists: PreparedIndices, stream: int,
+    ) -> _Grads:  # fmt: skip
         """dq in q's dtype, the others in float32."""
-        q, k = operands["q"], operands["k"]
-        dq, takes_v = q.new_empty(q.shape), "v" in operands
-        first_out = out.data_ptr() if delta is None else None  # without out the kernels read delta
-        delta = torch.empty_like(lse) if delta is None else delta
-        grads = {
-            f"d{n}": operands[n].new_zeros(operands[n].shape, dtype=torch.float32) for n in ("k", "v") if n in operands
-        }
-        library, stream, held = self._library(), _stream(q), _lists(lists)
-        tiles = library.tiles(q.shape[1], k.shape[1], lists.q_block_size, takes_v)
-        call = {
-            **_shape(problem, operands, lists), **stride_fields(**operands, out=out),
-            **_addresses(**operands, lse=lse, delta=delta, dq=dq, **grads, **held), "stream": stream,
-        }  # fmt: skip
-        with torch.cuda.device(q.device):
-            if not problem.options.deterministic:
-                library.backward(**call, out=first_out, list_begin=0, list_end=lists.rows.shape[0])
-            else:
-                lists = with_readers(lists)
-                sum_call = _sum_call(lists, held["key_counts"], tiles)
-                for begin, end in _list_ranges(lists, tiles * sum(x.shape[2] for x in grads.values())):
-                    some = {"list_begin": begin, "list_end": end}
-                    given = first_out if begin == 0 else None  # later calls read the delta that this one wrote
-                    num_shares = (end - begin) * tiles * lists.rows[0].numel() * lists.k_block_size
-                    shares = {f"{n}_partials": x.new_empty((num_shares, x.shape[2])) for n, x in grads.items()}
-                    library.backward(**call, **_addresses(**shares), out=given, **some)
-                    for x, share in zip(grads.values(), shares.values()):
-                        more = _addresses(sums=x, partials=share)
-                        library.sum_shares(**sum_call, **some, **more, width=x.shape[2], stream=stream)
-        if takes_v:  # else the kernel has scaled dk, as the gradient of the values is in it
-            grads["dk"].mul_(problem.options.softmax_scale)
+        library, dq = call.library, _empty_like(call.dq_like)
+        delta = _empty_like(call.delta_like) if delta is None else delta
+        grads = [_zeros_like(like) for like in call.grad_likes]
+        counts, starts = _seen(lists)
+        rows = (lse.data_ptr(), delta.data_ptr(), dq.data_ptr(), *_both(grads))
+        ends = (lists.rows.data_ptr(), counts.data_ptr(), 0 if starts is None else starts.data_ptr(), stream)
+        if not call.parts:
+            status = library.backward_raw(call.prefix + _pack_backward(*at, *rows, 0, 0, *ends))
+            if status:
+                library.check(status, BACKWARD)
+        else:
+            lists = with_readers(lists)
+            assert lists.readers is not None and lists.reader_begins is not None
+            inverted = lists.readers.data_ptr(), lists.reader_begins.data_ptr(), counts.data_ptr()
+        for part in call.parts:
+            shares = [_empty_like(like) for like in part.share_likes]
+            status = library.backward_raw(part.prefix + _pack_backward(*at, *rows, *_both(shares), *ends))
+            for prefix, share, grad in zip(part.sum_prefixes, shares, grads):
+                tail = _pack_sum(*inverted, share.data_ptr(), grad.data_ptr(), stream)
+                status = status or library.sum_raw(prefix + tail)
+            if status:
+                library.check(status, BACKWARD)
+            at = (*at[:3], 0, at[4])  # later parts read the delta that the first one wrote
+        if len(grads) == 2:  # else the kernel has scaled dk, as the gradient of the values is in it
+            grads[0].mul_(call.problem.options.softmax_scale)
         return dq, grads
 
+    @staticmethod
     def _backward_by_keys(
-        self, problem: IndexProblem, operands: dict[str, torch.Tensor], out: torch.Tensor, lse: torch.Tensor,
-        lists: PreparedIndices, delta: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:  # fmt: skip
+        call: BackwardLaunch, at: tuple[int, ...], lse: torch.Tensor, delta: torch.Tensor | None,
+        lists: PreparedIndices, stream: int,
+    ) -> _Grads:  # fmt: skip
         """All gradients in q's dtype."""
-        q = operands["q"]
-        grads = {f"d{n}": _empty(operands[n].shape, q.dtype, q.device) for n in ("q", "k", "v")}
-        held: list[torch.Tensor] = []
-
-        def allocate(num_bytes: int) -> int:
-            held.append(_empty((num_bytes,), torch.uint8, q.device))
-            return held[0].data_ptr()
-
-        with torch.cuda.device(q.device):
-            self._library().backward_by_keys(
-                allocate, **_shape(problem, operands, lists), **stride_fields(**operands, out=out),
-                **_addresses(**operands, lse=lse, **grads, lists=lists.rows, counts=lists.counts),
-                **_addresses(**({"out": out} if delta is None else {"delta": delta})),
-                num_head_splits=HEAD_SPLITS, stream=_stream(q),
-            )  # fmt: skip
-        return grads.pop("dq"), grads
+        assert call.work_like is not None
+        dq, work = _empty_like(call.dq_like), _empty_like(call.work_like)
+        grads = [_empty_like(like) for like in call.grad_likes]
+        tail = _pack_keys(
+            *at, lse.data_ptr(), 0 if delta is None else delta.data_ptr(), dq.data_ptr(), *_both(grads),
+            lists.rows.data_ptr(), lists.counts.data_ptr(), work.data_ptr(), stream,
+        )  # fmt: skip
+        status = call.library.backward_keys_raw(call.prefix + tail)
+        if status:
+            call.library.check(status, BACKWARD)
+        return dq, grads
 
 
-def _empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype, device=device)
+def _key(
+    problem: IndexProblem, index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None, lists: PreparedIndices
+) -> tuple[object, ...]:
+    """What a call depends on. Head dims, dtype, options and what one list is are those of the problem."""
+    return (
+        id(problem), index, q.shape[0], k.shape[0], q.stride(), k.stride(), None if v is None else v.stride(),
+        lists.k_start is None, lists.k_end is None,
+    )  # fmt: skip
 
 
-def _sum_call(lists: PreparedIndices, counts: torch.Tensor, tiles: int) -> dict[str, int]:
-    """What sums of shares have in common. ``lists`` are inverted."""
-    assert lists.readers is not None and lists.reader_begins is not None
-    return {
-        "total_k": lists.total_k, "heads_kv": lists.rows.shape[1], "k_block": lists.k_block_size,
-        "max_entries": lists.rows.shape[2], "num_tiles": tiles, "has_starts": int(lists.k_start is not None),
-        **_addresses(readers=lists.readers, reader_begins=lists.reader_begins, key_counts=counts),
-    }  # fmt: skip
+def _addresses(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None, takes_columns: bool) -> tuple[int, int, int]:
+    """Of q, k and v; columns of k are a v where the kernel takes one, else it gets none."""
+    k_at = k.data_ptr()
+    return q.data_ptr(), k_at, v.data_ptr() if v is not None else k_at if takes_columns else 0
 
 
-def _lists(lists: PreparedIndices) -> dict[str, torch.Tensor]:
-    """What kernels read of the lists, to be held until the launch."""
-    held = {"lists": lists.rows, "key_counts": key_counts(lists)}
-    if lists.k_start is not None:
-        held["k_starts"] = lists.k_start.int()
-    return held
+def _both(tensors: Sequence[torch.Tensor]) -> tuple[int, int]:
+    """Addresses of dk and dv, or of what stands for them; 0 where there is no dv."""
+    return tensors[0].data_ptr(), tensors[1].data_ptr() if len(tensors) == 2 else 0
 
 
-def _list_ranges(lists: PreparedIndices, width: int) -> list[tuple[int, int]]:
-    """Ranges of lists whose shares fit into ``SHARES_BYTES``, one list at least."""
-    num_lists, heads, entries = lists.rows.shape
-    step = max(SHARES_BYTES // max(4 * width * heads * entries * lists.k_block_size, 1), 1)
-    return [(begin, min(begin + step, num_lists)) for begin in range(0, num_lists, step)]
+def _seen(lists: PreparedIndices) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """How many keys each list sees, and where its blocks are counted from."""
+    return key_counts(lists), None if lists.k_start is None else lists.k_start.int()
 
 
-def _shape(p: IndexProblem, operands: dict[str, torch.Tensor], lists: PreparedIndices) -> dict[str, int | float]:
-    return {
-        "dtype": DTYPES[p.dtype], "total_q": len(operands["q"]), "total_k": len(operands["k"]),
-        "heads_q": p.num_heads_q, "heads_kv": p.num_heads_kv, "head_dim": p.head_dim, "head_dim_v": p.head_dim_v,
-        "max_entries": lists.rows.shape[2], "q_block": lists.q_block_size, "k_block": lists.k_block_size,
-        "sm_margin": p.options.sm_margin, "softmax_scale": p.options.softmax_scale,
-    }  # fmt: skip
+def _is_plain(x: torch.Tensor) -> bool:
+    """Is a number of each row and head as kernels read it?"""
+    return x.dtype == torch.float32 and x.is_contiguous()
 
 
-def _addresses(**tensors: torch.Tensor) -> dict[str, int]:
-    return {name: x.data_ptr() for name, x in tensors.items()}
-
-
-def _stream(x: torch.Tensor) -> int:
-    return torch.cuda.current_stream(x.device).cuda_stream
+def _plain(x: torch.Tensor) -> torch.Tensor:
+    return x.to(torch.float32).contiguous()
 
 
 __all__ = ["IndexFfa"]

@@ -7,15 +7,15 @@ import torch
 
 from magi_attention.env import build as env
 from magi_attention.native.families import SM90
-from magi_attention.native.index.calls import MOST_ENTRIES, IndexLibrary
-from magi_attention.native.loader import load, why_absent
+from magi_attention.native.index.calls import MOST_ENTRIES, IndexLibrary, load_index
+from magi_attention.native.loader import why_absent
 
 
 def library_of(x: torch.Tensor) -> IndexLibrary | None:
     """The kernels for the device of ``x``, or None where torch has to do it."""
     if not x.is_cuda or env.is_portable_kernels() or why_absent(SM90.library) is not None:
         return None
-    return IndexLibrary(load(SM90.library)) if torch.cuda.get_device_capability(x.device) in SM90.capabilities else None
+    return load_index() if torch.cuda.get_device_capability(x.device) in SM90.capabilities else None
 
 
 def can_prepare(total_k: int, k_block_size: int) -> bool:

@@ -8,7 +8,8 @@ the first Dv columns of k, as in MLA's latents.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -68,11 +69,24 @@ class IndexProblem(Problem):
         cls, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None, options: AttnOptions, lists: PreparedIndices,
         sink: torch.Tensor | None = None, needs_backward: bool = False, head_dim_v: int | None = None,
     ) -> IndexProblem:  # fmt: skip
-        """The problem posed by these tensors. ``head_dim_v`` counts where v is None; by default all columns of k."""
-        problem = Problem.of(q, k, k[..., :head_dim_v] if v is None else v, options, sink, needs_backward)
-        common = {f.name: getattr(problem, f.name) for f in fields(Problem)}
-        topk, q_block, k_block = lists.rows.shape[2], lists.q_block_size, lists.k_block_size
-        return cls(**common, topk=topk, q_block_size=q_block, k_block_size=k_block, has_v=v is not None)
+        """The problem posed by these tensors; equal ones are one object. ``head_dim_v`` counts where v is None; by
+        default all columns of k."""
+        width = v.shape[2] if v is not None else k.shape[2] if head_dim_v is None else head_dim_v
+        return _problem_of(
+            q.device, q.dtype, q.shape[1], k.shape[1], q.shape[2], width, options, sink is not None, needs_backward,
+            (lists.rows.shape[2], lists.q_block_size, lists.k_block_size, v is not None),
+        )  # fmt: skip
+
+
+@lru_cache(maxsize=512)
+def _problem_of(
+    device: torch.device, dtype: torch.dtype, heads_q: int, heads_kv: int, head_dim: int, head_dim_v: int,
+    options: AttnOptions, has_sink: bool, needs_backward: bool, rest: tuple[int, int, int, bool],
+) -> IndexProblem:  # fmt: skip
+    """``rest``: topk, block sizes of queries and keys, has_v."""
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    heads, dims = (heads_q, heads_kv), (head_dim, head_dim_v)
+    return IndexProblem(device.type, dtype, *heads, *dims, options, has_sink, needs_backward, capability, *rest)
 
 
 @runtime_checkable

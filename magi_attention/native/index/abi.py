@@ -4,10 +4,10 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import c_int32, c_int64
+from ctypes import c_int32
 
 from magi_attention.native import abi
-from magi_attention.native.c_struct import fields, strides
+from magi_attention.native.c_struct import divided, fields, strides
 
 _SHAPE = "version dtype total_q total_k heads_q heads_kv head_dim head_dim_v q_block k_block max_entries"
 _FWD_HEAD = f"""
@@ -52,10 +52,8 @@ class IndexBwdKeysParams(ctypes.Structure):
     _fields_ = fields(f"""
         int32 {_SHAPE} sm_margin num_head_splits
         float softmax_scale
-        int64 {strides('q k v out dout')}
-        void* q k v out dout lse delta dq dk dv lists counts workspace
-        int64 workspace_bytes
-        void* stream
+        int64 {strides('q k v out dout')} workspace_bytes
+        void* q k v out dout lse delta dq dk dv lists counts workspace stream
     """)
 
 
@@ -77,18 +75,22 @@ class IndexPrepareParams(ctypes.Structure):
     """)
 
 
+FWD_PREFIX_BYTES, FWD_TAIL = divided(IndexFwdParams, "q")
+FWD_BLOCKS_PREFIX_BYTES, FWD_BLOCKS_TAIL = divided(IndexFwdBlocksParams, "q")
+BWD_PREFIX_BYTES, BWD_TAIL = divided(IndexBwdParams, "q")
+BWD_KEYS_PREFIX_BYTES, BWD_KEYS_TAIL = divided(IndexBwdKeysParams, "q")
+SUM_PREFIX_BYTES, SUM_TAIL = divided(IndexSumParams, "readers")
+
+# Parameters of launches are passed as bytes, whose address C sees.
 FUNCTIONS: abi.Functions = {
     "magi_ffa_index_tiles": (c_int32, (c_int32, c_int32, c_int32, c_int32)),
     "magi_ffa_index_has_variant": (c_int32, (c_int32, c_int32, c_int32, c_int32)),
-    "magi_ffa_index_fwd": (c_int32, (ctypes.POINTER(IndexFwdParams),)),
-    "magi_ffa_index_fwd_blocks": (c_int32, (ctypes.POINTER(IndexFwdBlocksParams),)),
-    "magi_ffa_index_bwd": (c_int32, (ctypes.POINTER(IndexBwdParams),)),
-    "magi_ffa_index_bwd_keys": (c_int32, (ctypes.POINTER(IndexBwdKeysParams),)),
-    "magi_ffa_index_bwd_keys_workspace": (
-        c_int32,
-        (ctypes.POINTER(IndexBwdKeysParams), ctypes.POINTER(c_int64)),
-    ),
-    "magi_ffa_index_sum": (c_int32, (ctypes.POINTER(IndexSumParams),)),
+    "magi_ffa_index_fwd": (c_int32, (ctypes.c_char_p,)),
+    "magi_ffa_index_fwd_blocks": (c_int32, (ctypes.c_char_p,)),
+    "magi_ffa_index_bwd": (c_int32, (ctypes.c_char_p,)),
+    "magi_ffa_index_bwd_keys": (c_int32, (ctypes.c_char_p,)),
+    "magi_ffa_index_bwd_keys_workspace": (c_int32, (ctypes.c_char_p, abi.I64_PTR)),
+    "magi_ffa_index_sum": (c_int32, (ctypes.c_char_p,)),
     "magi_ffa_index_prepare": (c_int32, (ctypes.POINTER(IndexPrepareParams),)),
     "magi_ffa_index_blocks": (c_int32, (ctypes.POINTER(IndexPrepareParams),)),
 }

@@ -1,29 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels of index attention behind a small object: one method per C function, statuses as exceptions."""
+"""The kernels of index attention behind a small object: C functions, and prefixes of their parameters."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
 
 from magi_attention.errors import UnsupportedError
 from magi_attention.native import abi
-from magi_attention.native.index.abi import (
-    FUNCTIONS,
-    IndexBwdKeysParams,
-    IndexBwdParams,
-    IndexFwdBlocksParams,
-    IndexFwdParams,
-    IndexPrepareParams,
-    IndexSumParams,
-)
-from magi_attention.native.loader import check
+from magi_attention.native.families import SM90
+from magi_attention.native.index import abi as index_abi
+from magi_attention.native.loader import check, load
 
 MOST_ENTRIES = 226 * 8192  # that a list may be of, a bit of shared memory each
+BACKWARD = "Index attention backward"
 
 
 class IndexLibrary:
-    """Calls of the kernels of index attention of a loaded library. Addresses are integers; nothing is allocated.
+    """The kernels of index attention of a loaded library. Addresses are integers; nothing is allocated.
+
+    ``*_raw`` are bare functions (parameters as bytes) -> status. ``*_prefix`` give the parameters up to the addresses,
+    from fields by name; ``index_abi.*_TAIL`` packs these.
 
     Raises:
         UnsupportedError: the library has none, as one of a single variant that was compiled at first use.
@@ -32,11 +30,22 @@ class IndexLibrary:
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
         try:
-            for name, (result, arguments) in FUNCTIONS.items():
+            for name, (result, arguments) in index_abi.FUNCTIONS.items():
                 entry = getattr(library, name)
                 entry.restype, entry.argtypes = result, arguments
         except AttributeError:
             raise UnsupportedError(f"The library of attention kernels has no {name}; build it anew.") from None
+        self._bind()
+
+    def _bind(self) -> None:
+        self.forward_raw = self._entry("magi_ffa_index_fwd")
+        self.forward_blocks_raw = self._entry("magi_ffa_index_fwd_blocks")
+        self.backward_raw = self._entry("magi_ffa_index_bwd")
+        self.backward_keys_raw = self._entry("magi_ffa_index_bwd_keys")
+        self.sum_raw = self._entry("magi_ffa_index_sum")
+
+    def _entry(self, name: str) -> Any:
+        return getattr(self._library, name)
 
     def has(self, dtype: int, head_dim: int, head_dim_v: int, has_v: bool = True) -> bool:
         """Are there kernels of both directions whose tiles hold these head dims? ``has_v`` False: in MLA's form."""
@@ -47,46 +56,56 @@ class IndexLibrary:
         found: int = self._library.magi_ffa_index_tiles(heads_q, heads_kv, q_block, has_v)
         return found
 
-    def forward(self, **fields: int | float) -> None:
-        """``magi_ffa_index_fwd`` with the fields of ``IndexFwdParams``."""
-        params = IndexFwdParams(version=abi.ABI_VERSION, **fields)
-        self._check(self._library.magi_ffa_index_fwd(ctypes.byref(params)), "Index attention forward")
+    def forward_prefix(self, **fields: int | float) -> bytes:
+        """Of ``IndexFwdParams``."""
+        return _bytes(index_abi.IndexFwdParams, fields)[: index_abi.FWD_PREFIX_BYTES]
 
-    def forward_by_blocks(self, **fields: int | float) -> None:
-        """``magi_ffa_index_fwd_blocks`` with the fields of ``IndexFwdBlocksParams``."""
-        params = IndexFwdBlocksParams(version=abi.ABI_VERSION, **fields)
-        self._check(self._library.magi_ffa_index_fwd_blocks(ctypes.byref(params)), "Index attention forward")
+    def forward_blocks_prefix(self, **fields: int | float) -> bytes:
+        """Of ``IndexFwdBlocksParams``."""
+        return _bytes(index_abi.IndexFwdBlocksParams, fields)[: index_abi.FWD_BLOCKS_PREFIX_BYTES]
 
-    def backward(self, **fields: int | float | None) -> None:
-        """``magi_ffa_index_bwd`` with the fields of ``IndexBwdParams``."""
-        params = IndexBwdParams(version=abi.ABI_VERSION, **fields)
-        self._check(self._library.magi_ffa_index_bwd(ctypes.byref(params)), "Index attention backward")
+    def backward_prefix(self, **fields: int | float) -> bytes:
+        """Of ``IndexBwdParams``."""
+        return _bytes(index_abi.IndexBwdParams, fields)[: index_abi.BWD_PREFIX_BYTES]
 
-    def backward_by_keys(self, allocate: Callable[[int], int], **fields: int | float) -> None:
-        """``magi_ffa_index_bwd_keys`` with the fields of ``IndexBwdKeysParams``.
+    def backward_keys_prefix(self, **fields: int | float) -> tuple[bytes, int]:
+        """Of ``IndexBwdKeysParams``; and the bytes of workspace that a call needs, at a multiple of 128.
 
-        ``allocate`` gives the address of so many bytes of device memory, at a multiple of 128.
+        For the current device, because these depend on how many multiprocessors there are.
         """
-        params, need = IndexBwdKeysParams(version=abi.ABI_VERSION, **fields), ctypes.c_int64()
-        what = "Index attention backward"
-        self._check(self._library.magi_ffa_index_bwd_keys_workspace(ctypes.byref(params), ctypes.byref(need)), what)
-        params.workspace, params.workspace_bytes = allocate(need.value), need.value
-        self._check(self._library.magi_ffa_index_bwd_keys(ctypes.byref(params)), what)
+        need = ctypes.c_int64()
+        params = _bytes(index_abi.IndexBwdKeysParams, fields)
+        self.check(self._entry("magi_ffa_index_bwd_keys_workspace")(params, ctypes.byref(need)), BACKWARD)
+        params = _bytes(index_abi.IndexBwdKeysParams, {**fields, "workspace_bytes": need.value})
+        return params[: index_abi.BWD_KEYS_PREFIX_BYTES], need.value
 
-    def sum_shares(self, **fields: int) -> None:
-        """``magi_ffa_index_sum`` with the fields of ``IndexSumParams``."""
-        params = IndexSumParams(version=abi.ABI_VERSION, **fields)
-        self._check(self._library.magi_ffa_index_sum(ctypes.byref(params)), "Index attention backward")
+    def sum_prefix(self, **fields: int) -> bytes:
+        """Of ``IndexSumParams``."""
+        return _bytes(index_abi.IndexSumParams, fields)[: index_abi.SUM_PREFIX_BYTES]
 
     def prepare(self, **fields: int | None) -> None:
         """``magi_ffa_index_prepare`` with the fields of ``IndexPrepareParams``; of ``MOST_ENTRIES`` at most."""
-        params = IndexPrepareParams(version=abi.ABI_VERSION, **fields)
-        self._check(self._library.magi_ffa_index_prepare(ctypes.byref(params)), "Preparing lists")
+        params = index_abi.IndexPrepareParams(version=abi.ABI_VERSION, **fields)
+        self.check(self._entry("magi_ffa_index_prepare")(ctypes.byref(params)), "Preparing lists")
 
     def blocks(self, **fields: int) -> None:
         """``magi_ffa_index_blocks`` with the fields of ``IndexPrepareParams``."""
-        params = IndexPrepareParams(version=abi.ABI_VERSION, **fields)
-        self._check(self._library.magi_ffa_index_blocks(ctypes.byref(params)), "Making lists of blocks")
+        params = index_abi.IndexPrepareParams(version=abi.ABI_VERSION, **fields)
+        self.check(self._entry("magi_ffa_index_blocks")(ctypes.byref(params)), "Making lists of blocks")
 
-    def _check(self, status: int, what: str) -> None:
+    def check(self, status: int, what: str) -> None:
         check(self._library, status, what)
+
+
+def _bytes(kind: type[ctypes.Structure], fields: dict[str, Any]) -> bytes:
+    return bytes(kind(version=abi.ABI_VERSION, **fields))
+
+
+def load_index() -> IndexLibrary:
+    """Those of this installation; ``UnsupportedError`` if there are none."""
+    return _of(load(SM90.library))
+
+
+@lru_cache(maxsize=4)
+def _of(library: ctypes.CDLL) -> IndexLibrary:
+    return IndexLibrary(library)

@@ -36,14 +36,14 @@ def hopper_library(folder: Path, source: Path) -> ctypes.CDLL:
 
 def aligned(x: torch.Tensor) -> torch.Tensor:
     """A contiguous copy at a multiple of 128 bytes."""
-    return _memory(x).copy_(x)
+    return memory_like(x).copy_(x)
 
 
 def at(x: torch.Tensor | None) -> ctypes.c_void_p:
     return ctypes.c_void_p(None if x is None else x.data_ptr())
 
 
-def _memory(like: torch.Tensor, value: int = 0xFF) -> torch.Tensor:
+def memory_like(like: torch.Tensor, value: int = 0xFF) -> torch.Tensor:
     """Contiguous, at a multiple of 128 bytes as on a GPU, and NaN in every dtype."""
     size = like.numel() * like.element_size()
     raw = torch.full((size + 128,), value, dtype=torch.uint8)
@@ -74,7 +74,7 @@ class HopperOnCpu:
         self._library, self._runtime = library, _Runtime()
         self.backend = FfaBackend(_Library(library), self._runtime)
         for module in (ffa_forward, ffa_backward):
-            monkeypatch.setattr(module, "_empty_like", _memory)
+            monkeypatch.setattr(module, "_empty_like", memory_like)
         monkeypatch.setattr(Kept, "_new_order", _new_order)
 
     def use(self, multiprocessors: int, seed: int) -> None:
@@ -110,5 +110,5 @@ class _Runtime(CpuRuntime):
 
 
 def _new_order(_: Kept, num_bytes: int) -> KeptOrder:
-    words = _memory(torch.empty(num_bytes, dtype=torch.uint8), 0)
+    words = memory_like(torch.empty(num_bytes, dtype=torch.uint8), 0)
     return KeptOrder(words, words.data_ptr())

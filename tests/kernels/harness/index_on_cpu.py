@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import ctypes
-from contextlib import nullcontext
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from hopper_library import aligned, hopper_library
+from ffa_simulator import CpuRuntime
+from hopper_library import aligned, hopper_library, memory_like
 
 from magi_attention.kernels.index_attn import ffa
 from magi_attention.kernels.index_attn.reference import IndexReference
@@ -32,6 +33,15 @@ class IndexLibraryOnCpu(IndexLibrary):
             entry.restype, entry.argtypes = FUNCTIONS[name]
         for name in ("synchronize", "last_error", *questions):
             getattr(kernels, name).restype = ctypes.c_char_p
+        self._bind()
+
+    def _entry(self, name: str) -> Callable[..., int]:
+        def run(*arguments: object) -> int:
+            status: int = getattr(self._library, name)(*arguments)
+            self.check(status, name)
+            return status
+
+        return run
 
     def use(self, multiprocessors: int, seed: int) -> None:
         self._library.use_device(multiprocessors, ctypes.c_uint64(seed))
@@ -40,22 +50,30 @@ class IndexLibraryOnCpu(IndexLibrary):
         error = getattr(self._library, name)(*arguments)
         assert error is None, error.decode()
 
-    def _check(self, status: int, what: str) -> None:
+    def check(self, status: int, what: str) -> None:
         assert status == abi.OK, self._library.last_error().decode()
         self.ask("synchronize")
 
 
-def run_on_the_cpu(monkeypatch: pytest.MonkeyPatch, library: IndexLibraryOnCpu) -> None:
-    """``IndexFfa`` gets the library, memory of the CPU that is not clean, and no stream."""
-    monkeypatch.setattr(ffa.IndexFfa, "_library", staticmethod(lambda: library))
-    monkeypatch.setattr(ffa, "_stream", lambda x: 0)
-    monkeypatch.setattr(ffa, "_empty", lambda shape, dtype, device: aligned(torch.full(shape, 127, dtype=dtype)))
-    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+class _Runtime(CpuRuntime):
+    def stream(self, index: int) -> int:
+        return 0
+
+
+def run_on_the_cpu(monkeypatch: pytest.MonkeyPatch, library: IndexLibraryOnCpu) -> ffa.IndexFfa:
+    """The backend over the library, with memory of the CPU that is not clean, and no stream."""
+    monkeypatch.setattr(ffa, "_empty_like", memory_like)
+    monkeypatch.setattr(ffa, "_zeros_like", lambda like: memory_like(like).zero_())
+    backend = ffa.IndexFfa(library, _Runtime())
+    monkeypatch.setattr(IndexCall, "backend", backend, raising=False)
+    return backend
 
 
 class IndexCall:
     """Operands (T, H, D) in 16 bits, prepared lists, and what the reference makes of them in float64. ``v`` None: the
-    values are the first columns of k."""
+    values are the first columns of k. ``run_on_the_cpu`` says by which kernels calls run."""
+
+    backend: ffa.IndexFfa
 
     def __init__(self, q, k, v, dout, lists: PreparedIndices, scale: float = 0.2) -> None:
         self.q, self.k, self.dout = map(aligned, (q, k, dout))
@@ -76,13 +94,13 @@ class IndexCall:
         return IndexReference().backward(self.problem(), *saved, self.lists, delta)
 
     def forward(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return ffa.IndexFfa().forward(self.problem(), self.q, self.k, self.v, self.lists)
+        return self.backend.forward(self.problem(), self.q, self.k, self.v, self.lists)
 
     def backward(self, deterministic: bool = False, delta: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
         """By the kernels. With delta they do not read out, whatever is in it."""
         out = self.out.to(self.q.dtype) if delta is None else torch.full_like(self.dout, float("nan"))
         saved = self.dout, self.q, self.k, self.v, aligned(out), aligned(self.lse.float())
-        return ffa.IndexFfa().backward(self.problem(deterministic), *saved, self.lists, delta)
+        return self.backend.backward(self.problem(deterministic), *saved, self.lists, delta)
 
     def check_forward(self, size: float = 1.0) -> tuple[torch.Tensor, ...]:
         got = self.forward()

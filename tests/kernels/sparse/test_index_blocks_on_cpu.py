@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from pathlib import Path
 
 import pytest
@@ -131,5 +130,5 @@ def test_refusals(library, changed):
         "q_block": 16, "k_block": 64, "softmax_scale": 1.0,
     }  # fmt: skip
     params = IndexFwdBlocksParams(version=abi.ABI_VERSION, **{**fields, **changed})
-    assert library._library.magi_ffa_index_fwd_blocks(ctypes.byref(params)) in (abi.UNSUPPORTED, abi.INVALID_ARGUMENT)
+    assert library._library.magi_ffa_index_fwd_blocks(bytes(params)) in (abi.UNSUPPORTED, abi.INVALID_ARGUMENT)
     assert library._library.last_error()

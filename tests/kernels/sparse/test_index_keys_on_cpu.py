@@ -11,7 +11,7 @@ import torch
 from hopper_library import aligned
 from index_on_cpu import IndexCall, IndexLibraryOnCpu, run_on_the_cpu
 
-from magi_attention.kernels.index_attn import ffa
+from magi_attention.kernels.index_attn import launches
 from magi_attention.kernels.index_attn.backward_choice import is_key_stationary
 from magi_attention.kernels.index_attn.prepare import lists_of_blocks
 from magi_attention.kernels.index_attn.types import IndexProblem, PreparedIndices
@@ -78,7 +78,7 @@ def test_gradients(library, name, monkeypatch):
     """Rows that see or are seen by nothing get zeros, whatever is in them."""
     monkeypatch.setenv("MAGI_ATTENTION_INDEX_BACKWARD", "keys")
     case = CASES[name]
-    monkeypatch.setattr(ffa, "HEAD_SPLITS", case[11])
+    monkeypatch.setattr(launches, "HEAD_SPLITS", case[11])
     seed = sum(case[1:9])
     call = draw(case, seed)
     library.use(case[10], seed)
@@ -147,7 +147,7 @@ def _any_bits(words: torch.Tensor) -> int:
 
 def _workspace(library: Library, params: IndexBwdKeysParams) -> int:
     need = ctypes.c_int64()
-    library._check(library._library.magi_ffa_index_bwd_keys_workspace(ctypes.byref(params), ctypes.byref(need)), "")
+    library.check(library._library.magi_ffa_index_bwd_keys_workspace(bytes(params), ctypes.byref(need)), "")
     return need.value
 
 

@@ -10,9 +10,10 @@ import pytest
 import torch
 from index_on_cpu import IndexCall, IndexLibraryOnCpu, run_on_the_cpu
 
-from magi_attention.kernels.index_attn import ffa
+from magi_attention.kernels.index_attn import launches
 from magi_attention.kernels.index_attn.prepare import prepare_indices
 from magi_attention.native import abi
+from magi_attention.native.index.abi import IndexFwdParams
 
 SOURCE = Path(__file__).with_name("index_mla_on_cpu.cpp")
 ENTRIES = ("fwd", "bwd", "tiles", "has_variant", "sum")
@@ -72,7 +73,7 @@ def test_both_directions(library, name):
 @pytest.mark.parametrize("name", ["128 heads", "8 heads on 2, narrow", "4 queries share a list"])
 def test_in_order_the_same_bits(library, name, monkeypatch):
     """Shares of one list at a time; each call takes another order of threads."""
-    monkeypatch.setattr(ffa, "SHARES_BYTES", 1)
+    monkeypatch.setattr(launches, "SHARES_BYTES", 1)
     call, found = draw(CASES[name], 4), []
     for seed in range(2):
         library.use(2 + seed, seed)
@@ -96,4 +97,4 @@ def test_which_head_dims(library):
 def test_more_values_than_columns(library):
     params = {"dtype": abi.BF16, "heads_q": 64, "heads_kv": 1, "q_block": 1, "k_block": 1, "softmax_scale": 1.0}
     with pytest.raises(AssertionError, match="columns of values in 320 of keys"):
-        library.forward(**params, head_dim=320, head_dim_v=328)
+        library.forward_raw(bytes(IndexFwdParams(abi.ABI_VERSION, **params, head_dim=320, head_dim_v=328)))

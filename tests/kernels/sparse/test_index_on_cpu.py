@@ -4,6 +4,7 @@ its lists, against the torch operations."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,7 +13,7 @@ import torch
 from index_on_cpu import IndexCall, IndexLibraryOnCpu, run_on_the_cpu
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from magi_attention.kernels.index_attn import ffa, prepare_ffa
+from magi_attention.kernels.index_attn import launches, prepare_ffa
 from magi_attention.kernels.index_attn.invert import with_readers
 from magi_attention.kernels.index_attn.prepare import blocks_op, prepare_indices, prepare_op
 
@@ -45,6 +46,7 @@ def on_the_cpu(monkeypatch, library) -> None:
     run_on_the_cpu(monkeypatch, library)
     monkeypatch.setenv("MAGI_ATTENTION_INDEX_FORWARD", "gather")
     monkeypatch.setenv("MAGI_ATTENTION_INDEX_BACKWARD", "queries")
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
 
 
@@ -90,7 +92,7 @@ def test_forward_has_the_same_bits_whatever_lies_in_shared_memory(library):
 )
 def test_in_order_the_same_bits(library, name, monkeypatch):
     """Shares of one list at a time; each call takes another order of threads."""
-    monkeypatch.setattr(ffa, "SHARES_BYTES", 1)
+    monkeypatch.setattr(launches, "SHARES_BYTES", 1)
     call, found = draw(CASES[name], 5), []
     for seed in range(2):
         library.use(2, seed)
@@ -113,7 +115,7 @@ class Sorts(TorchDispatchMode):
 @pytest.mark.parametrize("name", ["8 heads on 2", "4 heads, blocks of 8 and 24", "blocks within bounds"])
 def test_lists_are_inverted_once(library, name, monkeypatch):
     """Those prepared for deterministic gradients are sorted by no backward, others by each; the bits are the same."""
-    monkeypatch.setattr(ffa, "SHARES_BYTES", 40_000)  # some lists at a time
+    monkeypatch.setattr(launches, "SHARES_BYTES", 40_000)  # some lists at a time
     call, counts, found = draw(CASES[name], 3), [], []
     plain = call.lists
     assert plain.readers is None

@@ -70,14 +70,15 @@ bool has(int32_t dtype, int32_t head_dim, int32_t head_dim_v, bool has_v) {
   return find(p).found != nullptr;
 }
 
+// What launches a problem; NULL with an error if this library has no kernel for it.
 template <typename Params>
-magi_status launch(const Params& p, const char* direction) {
+auto launcher(const Params& p, const char* direction) {
   const auto found = find(p).found;
   if (found == nullptr)
-    return fail(MAGI_UNSUPPORTED,
-                "No kernel for the %s of index attention with head dims %d and %d in this library.",
-                direction, p.head_dim, p.head_dim_v);
-  return found(&p);
+    fail(MAGI_UNSUPPORTED,
+         "No kernel for the %s of index attention with head dims %d and %d in this library.",
+         direction, p.head_dim, p.head_dim_v);
+  return found;
 }
 
 template <typename Params>
@@ -169,12 +170,14 @@ int32_t magi_ffa_index_tiles(int32_t heads_q, int32_t heads_kv, int32_t q_block,
 
 magi_status magi_ffa_index_fwd(const magi_ffa_index_fwd_params* params) {
   MAGI_RETURN(magi::check_index(*params));
-  return magi::launch(*params, "forward");
+  const auto run = magi::launcher(*params, "forward");
+  return run != nullptr ? run(params) : MAGI_UNSUPPORTED;
 }
 
 magi_status magi_ffa_index_fwd_blocks(const magi_ffa_index_fwd_blocks_params* params) {
   MAGI_RETURN(magi::check_index_blocks(*params));
-  return magi::launch(*params, "forward");
+  const auto run = magi::launcher(*params, "forward");
+  return run != nullptr ? run(params) : MAGI_UNSUPPORTED;
 }
 
 magi_status magi_ffa_index_bwd(const magi_ffa_index_bwd_params* params) {
@@ -195,14 +198,16 @@ magi_status magi_ffa_index_bwd(const magi_ffa_index_bwd_params* params) {
   if (p.out != nullptr)
     MAGI_RETURN(p.dtype == MAGI_BF16 ? magi::write_delta<magi::bf16>(p)
                                      : magi::write_delta<magi::fp16>(p));
-  return magi::launch(p, "backward");
+  const auto run = magi::launcher(p, "backward");
+  return run != nullptr ? run(params) : MAGI_UNSUPPORTED;
 }
 
 magi_status magi_ffa_index_bwd_keys(const magi_ffa_index_bwd_keys_params* params) {
   MAGI_RETURN(magi::check_index_keys(*params));
   if (params->total_q == 0 || params->total_k == 0)
     return magi::fail(MAGI_INVALID_ARGUMENT, "There are no queries or no keys.");
-  return magi::launch(*params, "backward");
+  const auto run = magi::launcher(*params, "backward");
+  return run != nullptr ? run(params) : MAGI_UNSUPPORTED;
 }
 
 magi_status magi_ffa_index_bwd_keys_workspace(const magi_ffa_index_bwd_keys_params* params,
