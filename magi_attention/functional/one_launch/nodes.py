@@ -44,10 +44,12 @@ class NodeFusedAttention(OneLaunch):
         launches, x = self._of(x)
         with group.ordered(is_beside=False) as turn:  # all of it is on the current stream, so the host waits for nobody
             launches.exchange.cast.copy_in((x.k, x.v))
-            got = backend.forward_final(x, remote=launches.forward)
+            with backend.forward_fused(x, launches.forward) as ready:
+                launches.exchange.cast.start(turn.stream)
+                ready.launch()
             launches.exchange.cast.finish(turn.stream)
         group.check_if_done(_FORWARD)
-        return got
+        return ready.result
 
     def backward(self, backend: FfaBackend, x: BackwardOperands) -> Grads:
         group = self._group
@@ -56,14 +58,18 @@ class NodeFusedAttention(OneLaunch):
         cast, reduce = launches.exchange.cast, launches.exchange.reduce
         with group.ordered(is_beside=False) as turn:
             cast.copy_in((x.k, x.v))
-            grads = backend.backward_fused(x, launches.backward)
+            with backend.backward_fused(x, launches.backward) as ready:
+                cast.start(turn.stream)
+                ready.launch()
+            grads = ready.result
+            dsink = grads.dsink()
             reduce.run(turn.stream)
             sums, to = (grads.dk_sums, grads.dv_sums), (grads.dk.data_ptr(), grads.dv.data_ptr())
             launches.add(sums, to, 0, turn.stream)
             cast.finish(turn.stream)
             reduce.finish(turn.stream)
         group.check_if_done(_BACKWARD)
-        return Grads(grads.dq, grads.dk, grads.dv, grads.dsink)
+        return Grads(grads.dq, grads.dk, grads.dv, dsink)
 
     def _made(self, shapes: Shapes, wire: torch.dtype, before: Any) -> _Launches:
         return _Launches(self._node_part, self._transfers, shapes, wire, self._group)
@@ -95,7 +101,7 @@ class _Launches:
             grads=exchange.sums, senders=at["senders"], owners=at["owners"], target_rows=at["target_rows"],
             dk_targets=self._targets[0].data_ptr(), dv_targets=self._targets[1].data_ptr(), summed=at["summed"],
         )  # fmt: skip
-        self.forward, self.backward = (RemoteKeys(mask, params, None, exchange.cast.start) for _ in range(2))
+        self.forward, self.backward = (RemoteKeys(mask, params) for _ in range(2))
         self.cache = PlanCache()
         self.cache.count("tables", self._held, self._targets, exchange.held)
         self.cache.include(mask.cache)

@@ -47,7 +47,9 @@ class FusedAttention(OneLaunch):
         launches.check("attention forward")
         event = launches.group.enter(stream)
         try:
-            return backend.forward_final(x, remote=launches.forward, event=event)
+            with backend.forward_fused(x, launches.forward, event) as ready:
+                ready.launch()  # with this rank's put
+            return ready.result
         except BaseException:
             launches.group.exit_early(event)
             raise
@@ -58,13 +60,16 @@ class FusedAttention(OneLaunch):
         launches.check("attention backward")
         event = launches.group.enter(stream)
         try:
-            grads = backend.backward_fused(x, launches.backward)
+            with backend.backward_fused(x, launches.backward) as ready:
+                ready.launch()
+            grads = ready.result
+            dsink = grads.dsink()
             sums, to = (grads.dk_sums, grads.dv_sums), (grads.dk.data_ptr(), grads.dv.data_ptr())
             launches.reduce(sums, to, event, stream)
         except BaseException:
             launches.group.exit_early(event)
             raise
-        return Grads(grads.dq, grads.dk, grads.dv, grads.dsink)
+        return Grads(grads.dq, grads.dk, grads.dv, dsink)
 
     def _made(self, shapes: Shapes, wire: torch.dtype, before: Launches | None) -> Launches:
         group = symm_group(self._transport, shapes.device) if before is None else before.group

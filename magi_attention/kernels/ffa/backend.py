@@ -44,9 +44,9 @@ class FfaBackend:
     plans, and one small workspace of the forward per stream.
 
     ``forward_final`` (``ForwardCalls.run``) gives out in q's dtype, rounded once inside the kernel, and lse and
-    max_logits in float32; with ``remote`` over keys that other ranks are putting, too. ``backward_final``
-    (``BackwardCalls.run``) gives dq, dk, dv in q's dtype and dsink in float32, ``backward_fused`` those beside remote
-    keys. ``prepared`` is the launch of a ``forward_final`` that ran before.
+    max_logits in float32. ``backward_final`` (``BackwardCalls.run``) gives dq, dk, dv in q's dtype and dsink in
+    float32. ``forward_fused`` and ``backward_fused`` are those over keys that other ranks are putting, too, ready to be
+    launched (``FusedLaunch``). ``prepared`` is the launch of a ``forward_final`` that ran before.
     """
 
     name = "ffa"
@@ -61,8 +61,9 @@ class FfaBackend:
         self._gpus = Gpus(library, runtime, host_planning, portable, tables)
         self._forward, self._backward = ForwardCalls(self._gpus), BackwardCalls(self._gpus)
         # Bound, because each call that only passed its operands on would cost every layer its time.
-        self.forward_final, self.prepared = self._forward.run, self._forward.prepared
+        self.forward_final, self.forward_fused = self._forward.run, self._forward.run_fused
         self.backward_final, self.backward_fused = self._backward.run, self._backward.run_fused
+        self.prepared = self._forward.prepared
 
     @property
     def library(self) -> FfaLibrary:

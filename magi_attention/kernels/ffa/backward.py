@@ -10,6 +10,7 @@ follow are copied.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import cast
 
@@ -28,7 +29,7 @@ from magi_attention.kernels.ffa.operands import (
     remember,
     stride_fields,
 )
-from magi_attention.kernels.ffa.peer_kv import NO_TOKENS, TILE, RemoteGrads, RemoteKeys, StartPut
+from magi_attention.kernels.ffa.peer_kv import NO_TOKENS, TILE, FusedLaunch, RemoteGrads, RemoteKeys
 from magi_attention.kernels.ffa.plans import PlanShape, RangePlans
 from magi_attention.kernels.ffa.schedule import UNKNOWN, RecentSchedules, select_schedule
 from magi_attention.kernels.reference.correction import check_sink, sink_bwd_from_delta
@@ -44,9 +45,8 @@ _pack_sums = abi.FFA_REMOTE_TAIL.pack
 _empty_like = torch.empty_like
 
 
+_WHAT = "Attention backward"
 _ALIGNMENT = 128  # bytes, of what lies in a workspace
-# What launches this rank's put, and magi_ffa_remote with a put that goes with the launch.
-_Beside = tuple[StartPut | None, tuple[bytes, bytes | None]]
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,13 @@ class BackwardCalls:
             plan.work_list, *((0, 0) if kept is None else (kept.address, kept.is_made)), stream,
             0 if dropout is None else dropout.address,
         )  # fmt: skip
-        self._launch(call, call.prefix + tail, None, index, stream, capturing)
+        if call.options.deterministic:
+            with self._turn(index, stream, capturing):
+                status = call.library.backward_raw(call.prefix + tail)
+        else:
+            status = call.library.backward_raw(call.prefix + tail)
+        if status:
+            call.library.check(status, _WHAT)
         if kept is not None and not capturing:
             kept.is_made = True
         if sink is not None:
@@ -128,13 +134,13 @@ class BackwardCalls:
             grads.delta = delta
         return grads if into is None else _copy_back(grads, into)
 
-    def run_fused(self, x: BackwardOperands, remote: RemoteKeys) -> RemoteGrads:
-        """Gradients where keys of other ranks arrive, with this rank's put; dq is in q's dtype. Those of remote keys go
-        to their owners. The mask is that of ``remote``."""
+    def run_fused(self, x: BackwardOperands, remote: RemoteKeys) -> FusedLaunch[RemoteGrads]:
+        """Gradients where keys of other ranks arrive; dq is in q's dtype. Those of remote keys go to their owners. The
+        mask is that of ``remote``."""
         index, runtime, sink = x.q.get_device(), self._gpus.runtime, x.sink
         if index != runtime.current_device():
             with runtime.on_device(index):
-                return self.run_fused(x, remote)
+                return self.run_fused(x, remote).inside(runtime.on_device(index))
         stream, capturing = runtime.stream(index), runtime.is_capturing()
         key = _remote_key(x)
         known = remote.known.get(key)
@@ -159,28 +165,26 @@ class BackwardCalls:
             *at, x.lse.data_ptr(), 0 if delta is None else delta.data_ptr(), dq.data_ptr(), dk.data_ptr(),
             dv.data_ptr(), plan.address, work_at, 0, 0, 0, stream, 0,
         )  # fmt: skip
-        beside = remote.start_put, (remote.params + _pack_sums(*sums), remote.put)
-        self._launch(call, call.prefix + tail, beside, index, stream, capturing)
-        dsink = None
-        if sink is not None:
-            dsink = sink_bwd_from_delta(sink.detach(), x.lse, cast(torch.Tensor, delta), x.options.sink_layout)
-        return RemoteGrads(dq, dk, dv, dsink, *sums, work)
+        grads = RemoteGrads(dq, dk, dv, *sums, work, self._of_sink(x, delta))
+        args = call.prefix + tail, remote.params + _pack_sums(*sums), remote.put
+        turn = self._turn(index, stream, capturing) if call.options.deterministic else None
+        return FusedLaunch(call.library, call.library.backward_remote_raw, args, _WHAT, grads, (x, plan, delta), turn)
 
-    def _launch(
-        self, call: _Prepared, params: bytes, beside: _Beside | None, index: int, stream: int, capturing: bool
-    ) -> None:
-        """Deterministic kernels follow the last ones of the device."""
-        if call.options.deterministic:
-            stream_order = self._deterministic.get(index)
-            if stream_order is None:
-                made = StreamOrder(self._gpus.runtime.event, self._gpus.runtime.stream_object)
-                stream_order = self._deterministic.setdefault(index, made)
-            with stream_order.next(stream, capturing):
-                status = _start(call.library, params, beside, stream)
-        else:
-            status = _start(call.library, params, beside, stream)
-        if status:
-            call.library.check(status, "Attention backward")
+    @staticmethod
+    def _of_sink(
+        x: BackwardOperands, delta: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, str] | None:
+        if x.sink is None:
+            return None
+        return x.sink.detach(), x.lse, cast(torch.Tensor, delta), x.options.sink_layout
+
+    def _turn(self, index: int, stream: int, capturing: bool) -> AbstractContextManager[None]:
+        """What is launched inside, a deterministic kernel, follows the last ones of the device."""
+        stream_order = self._deterministic.get(index)
+        if stream_order is None:
+            made = StreamOrder(self._gpus.runtime.event, self._gpus.runtime.stream_object)
+            stream_order = self._deterministic.setdefault(index, made)
+        return stream_order.next(stream, capturing)
 
     def _call(
         self, x: BackwardOperands, remote: RemoteKeys | None, is_accumulating: bool, grad_dtype: torch.dtype
@@ -260,18 +264,6 @@ class BackwardCalls:
         )  # fmt: skip
         remember(self._prepared, key, prepared)
         return prepared
-
-
-def _start(library: FfaLibrary, params: bytes, beside: _Beside | None, stream: int) -> int:
-    """The launches; with keys that arrive, after this rank's own are on their way."""
-    if beside is None:
-        status: int = library.backward_raw(params)
-    else:
-        start_put, args = beside
-        if start_put is not None:
-            start_put(stream)
-        status = library.backward_remote_raw(params, *args)
-    return status
 
 
 def _with_sums(

@@ -28,7 +28,7 @@ from magi_attention.kernels.ffa.operands import (
     remember,
     stride_fields,
 )
-from magi_attention.kernels.ffa.peer_kv import NO_TOKENS, RemoteKeys
+from magi_attention.kernels.ffa.peer_kv import NO_TOKENS, FusedLaunch, RemoteKeys
 from magi_attention.kernels.ffa.plans import Kept, PlanShape, RangePlans
 from magi_attention.kernels.types import AttnOptions, Final, Operands, Partial, check_dropout
 from magi_attention.native import abi
@@ -37,6 +37,7 @@ from magi_attention.native.planner.schedule import ForwardSplits
 
 _pack_addresses = abi.FFA_FWD_POINTERS.pack
 _empty_like = torch.empty_like
+_WHAT = "Attention forward"
 
 
 @dataclass(frozen=True)
@@ -64,64 +65,76 @@ class ForwardCalls:
         self._prepared: dict[tuple[object, ...], _Prepared] = {}
         self._workspaces: dict[tuple[int, int], tuple[torch.Tensor, int, int]] = {}  # with address and bytes
 
-    def run(
-        self, x: Operands, into: Partial | None = None, out_dtype: torch.dtype | None = None,
-        remote: RemoteKeys | None = None, event: int = 0,
-    ) -> Final:  # fmt: skip
-        """out, lse and max_logits, or ``into`` with the result joined to it; ``out_dtype`` None is q's.
-
-        With ``remote`` the keys are k, v and those that other ranks are putting, and this rank's put is launched, too;
-        its mask is read. ``event`` is that of CUDA to be recorded behind it, 0 for none.
-        """
+    def run(self, x: Operands, into: Partial | None = None, out_dtype: torch.dtype | None = None) -> Final:
+        """out, lse and max_logits, or ``into`` with the result joined to it; ``out_dtype`` None is q's."""
         q, k, v, mask, options, sink, dropout = x
         index, runtime = q.get_device(), self._gpus.runtime
         if index != runtime.current_device():
             with runtime.on_device(index):
-                return self.run(x, into, out_dtype, remote, event)
+                return self.run(x, into, out_dtype)
         if dropout is not None or options.dropout_p:
             check_dropout(x)
-        plan: Kept | None = None  # held until the launch
-        if remote is None:
-            key = _key(x, index, into, out_dtype, k.shape[0], None)
-            call = self._prepared.get(key) or self._prepare(key, x, into, out_dtype, k.shape[0], None)
-        else:  # k and v are known by it
-            key = q.shape, q.stride(), q.dtype, id(options), None if sink is None else (sink.shape, sink.get_device())
-            call, plan = remote.known.get(key) or self._keep(key, x, index, remote)
+        key = _key(x, index, into, out_dtype, k.shape[0], None)
+        call = self._prepared.get(key) or self._prepare(key, x, into, out_dtype, k.shape[0], None)
         addresses = (q.data_ptr(), k.data_ptr(), v.data_ptr())
         if call.is_unusual or (addresses[0] | addresses[1] | addresses[2]) & 15:
             if call.is_empty:
                 return self._run_empty(x, into, out_dtype, call)
-            return self.run(x._replace(q=dense(q), k=dense(k), v=dense(v)), into, out_dtype, remote, event)
+            return self.run(x._replace(q=dense(q), k=dense(k), v=dense(v)), into, out_dtype)
         stream, capturing = runtime.stream(index), runtime.is_capturing()
-        if plan is None:
-            plan = call.plans.plan(mask, call.plan, call.device, stream, capturing)
-            if plan.splits is not None:
-                key = _key(x, index, into, out_dtype, k.shape[0], plan.splits)
-                call = self._prepared.get(key) or self._prepare(key, x, into, out_dtype, k.shape[0], plan.splits)
+        plan = call.plans.plan(mask, call.plan, call.device, stream, capturing)  # held until the launch
+        if plan.splits is not None:
+            key = _key(x, index, into, out_dtype, k.shape[0], plan.splits)
+            call = self._prepared.get(key) or self._prepare(key, x, into, out_dtype, k.shape[0], plan.splits)
+        params, final, _held = self._filled(call, x, into, plan, addresses, index, stream, capturing)
+        status = call.library.forward_raw(params)
+        if status:
+            call.library.check(status, _WHAT)
+        return final
+
+    def run_fused(self, x: Operands, remote: RemoteKeys, event: int = 0) -> FusedLaunch[Final]:
+        """out, lse and max_logits over k, v and the keys that other ranks are putting; the mask is that of ``remote``.
+        ``event`` is that of CUDA to be recorded behind the kernel, 0 for none."""
+        q, k, v, _, options, sink, dropout = x
+        index, runtime = q.get_device(), self._gpus.runtime
+        if index != runtime.current_device():
+            with runtime.on_device(index):
+                return self.run_fused(x, remote, event).inside(runtime.on_device(index))
+        if dropout is not None or options.dropout_p:
+            check_dropout(x)
+        # k and v are known by ``remote``.
+        key = q.shape, q.stride(), q.dtype, id(options), None if sink is None else (sink.shape, sink.get_device())
+        call, plan = remote.known.get(key) or self._keep(key, x, index, remote)
+        addresses = (q.data_ptr(), k.data_ptr(), v.data_ptr())
+        if call.is_unusual or (addresses[0] | addresses[1] | addresses[2]) & 15:
+            return self.run_fused(x._replace(q=dense(q), k=dense(k), v=dense(v)), remote, event)
+        stream, capturing = runtime.stream(index), runtime.is_capturing()
+        params, final, held = self._filled(call, x, None, plan, addresses, index, stream, capturing)
+        args, held = (params, remote.forward_params, remote.put, event), (x, plan, held)
+        return FusedLaunch(call.library, call.library.forward_remote_raw, args, _WHAT, final, held)
+
+    def _filled(
+        self, call: _Prepared, x: Operands, into: Partial | None, plan: Kept, addresses: tuple[int, int, int],
+        index: int, stream: int, capturing: bool,
+    ) -> tuple[bytes, Final, object]:  # fmt: skip
+        """The parameters of a launch, what it will have written, and what is to be held until then."""
+        options, sink = x.options, x.sink
         if into is None:
             out, lse = _empty_like(call.out_like), _empty_like(call.lse_like)
             max_logits = minus_inf(call.out_like) if options.return_max_logits else None
         else:
             out, lse, max_logits = into.out, into.lse, into.max_logits
         if sink is not None:
-            sink = sink.detach().to(torch.float32).contiguous()  # held until the launch
+            sink = sink.detach().to(torch.float32).contiguous()
         work = None if capturing else self._workspaces.get((index, stream))
         if work is None or work[2] < call.workspace_bytes:
             work = self._make_workspace(call, index, stream, capturing)
         params = call.prefix + _pack_addresses(
             *addresses, out.data_ptr(), lse.data_ptr(), 0 if max_logits is None else max_logits.data_ptr(),
             0 if sink is None or not sink.numel() else sink.data_ptr(), plan.address, work[1], stream,
-            0 if dropout is None else dropout.address,
+            0 if x.dropout is None else x.dropout.address,
         )  # fmt: skip
-        if remote is None:
-            status = call.library.forward_raw(params)
-        else:
-            if remote.start_put is not None:
-                remote.start_put(stream)
-            status = call.library.forward_remote_raw(params, remote.forward_params, remote.put, event)
-        if status:
-            call.library.check(status, "Attention forward")
-        return out, lse, max_logits
+        return params, (out, lse, max_logits), (sink, work)
 
     def prepared(self, x: Operands) -> PreparedCall | None:
         """The launch of a call of ``run`` that ran before with the same operands, whose mask is tensors; None if it is

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -14,7 +15,9 @@ from magi_attention.common.slices import SliceTable
 from magi_attention.kernels.ffa.arrival import Pace, backward_order, forward_order, there_at
 from magi_attention.kernels.ffa.operands import DTYPES
 from magi_attention.kernels.ffa.plans import DEVICE_PLANS, Kept, PlanShape
+from magi_attention.kernels.reference.correction import sink_bwd_from_delta
 from magi_attention.native import abi
+from magi_attention.native.ffa import FfaLibrary
 from magi_attention.native.planner.schedule import with_schedule
 from magi_attention.native.planner.tile_plan import TilePlan
 
@@ -81,39 +84,82 @@ class RemoteMask:
         return with_schedule(words, shape.schedule, there_at(shape.tile.tokens, self.pace, self.arrivals, self.base))
 
 
-StartPut = Callable[[int], None]
-
-
 class RemoteKeys:
     """``mask``, and ``params``, the bytes of ``magi_ffa_remote`` but the addresses of sums, whose memory the caller
     holds; for k and v of one layout, dtype and device, and for one direction.
 
-    ``put``, the bytes of ``magi_symm_put_params`` without addresses, is this rank's put, if there is one; else
-    ``start_put`` launches it on a stream. The kernel starts beside it and does not wait for it, so both are launched
-    when all else has been: casts of inputs, cleared workspaces. ``known`` is where a backend keeps calls that it has
-    prepared, by what of the other operands they depend on.
+    ``put``, the bytes of ``magi_symm_put_params`` without addresses, is this rank's put, if it goes with the launch.
+    ``known`` is where a backend keeps calls that it has prepared, by what of the other operands they depend on.
     """
 
-    def __init__(
-        self, mask: RemoteMask, params: bytes, put: bytes | None = None, start_put: StartPut | None = None
-    ) -> None:
-        self.mask, self.params, self.put, self.start_put = mask, params, put, start_put
+    def __init__(self, mask: RemoteMask, params: bytes, put: bytes | None = None) -> None:
+        self.mask, self.params, self.put = mask, params, put
         self.forward_params = params + bytes(abi.FFA_REMOTE_TAIL.size)  # nothing is summed
         self.known: dict[tuple[object, ...], Any] = {}
 
 
+Result = TypeVar("Result")
+
+
+class FusedLaunch(Generic[Result]):
+    """A launch beside keys that arrive, when all that comes before it has been launched: casts of inputs, cleared
+    workspaces. A context, inside which ``launch`` is called once:
+
+        with backend.forward_fused(x, remote) as ready:
+            ...  # launches of the caller's own: the kernel starts beside them and does not wait for them
+            ready.launch()
+
+    Inside, the operands' device is the current one, and its stream is behind the kernels that this one is to follow.
+    ``result`` is written when the kernel has ended. ``held`` lives until the launch.
+    """
+
+    def __init__(
+        self, library: FfaLibrary, raw: Callable[..., int], args: tuple[object, ...], what: str, result: Result,
+        held: object, turn: AbstractContextManager[Any] | None = None,
+    ) -> None:  # fmt: skip
+        self._library, self._raw, self._args, self._what, self._held = library, raw, args, what, held
+        self.result = result
+        self._contexts, self._entered = [] if turn is None else [turn], ExitStack()
+
+    def inside(self, context: AbstractContextManager[Any]) -> FusedLaunch[Result]:
+        """The same in one more context."""
+        self._contexts.insert(0, context)
+        return self
+
+    def __enter__(self) -> FusedLaunch[Result]:
+        if self._contexts:
+            with ExitStack() as entered:
+                for context in self._contexts:
+                    entered.enter_context(context)
+                self._entered = entered.pop_all()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._entered.__exit__(*error)
+
+    def launch(self) -> None:
+        """Launches the kernel, and with it the put of ``RemoteKeys``; raises what its status means."""
+        status = self._raw(*self._args)
+        if status:
+            self._library.check(status, self._what)
+
+
 class RemoteGrads(NamedTuple):
-    """dq, dk, dv in the dtype of q, dsink, and for the tiles of keys to which other ranks will add, whose dk and dv are
-    not written yet, the addresses of sums in float32: (num_summed, 128, Hk, D) and (num_summed, 128, Hk, Dv), dense, in
-    memory that ``held`` holds."""
+    """dq, dk, dv in the dtype of q, and for the tiles of keys to which other ranks will add, whose dk and dv are not
+    written yet, the addresses of sums in float32: (num_summed, 128, Hk, D) and (num_summed, 128, Hk, Dv), dense, in
+    memory that ``held`` holds. ``of_sink``, with a sink: what its gradient is made of."""
 
     dq: torch.Tensor
     dk: torch.Tensor
     dv: torch.Tensor
-    dsink: torch.Tensor | None
     dk_sums: int
     dv_sums: int
     held: torch.Tensor
+    of_sink: tuple[torch.Tensor, torch.Tensor, torch.Tensor, str] | None = None  # sink, lse, delta, layout
+
+    def dsink(self) -> torch.Tensor | None:
+        """The gradient of the sink, to be asked for behind the launch, which writes delta."""
+        return None if self.of_sink is None else sink_bwd_from_delta(*self.of_sink)
 
 
 def remote_params(mask: RemoteMask, wire: torch.dtype, **fields: int | abi.SymmBuffer) -> bytes:

@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import numpy as np
 import pytest
 import torch
@@ -12,7 +15,7 @@ from magi_attention.common.slices import SliceTable
 from magi_attention.errors import ContractError
 from magi_attention.kernels import AttnOptions
 from magi_attention.kernels.ffa.arrival import Pace
-from magi_attention.kernels.ffa.peer_kv import TILE, RemoteKeys, RemoteMask
+from magi_attention.kernels.ffa.peer_kv import TILE, FusedLaunch, RemoteKeys, RemoteMask, Result
 from magi_attention.kernels.ffa.plans import PlanShape
 from magi_attention.kernels.types import BackwardOperands, Operands
 from magi_attention.native import abi
@@ -30,6 +33,13 @@ def remote_keys(num_summed: int = 1) -> RemoteKeys:
     slices = SliceTable(np.array([[0, 32, 0, 32, 1], [0, 32, base, base + 8, 0]]))
     mask = RemoteMask(slices, 32, base, np.zeros(1, dtype=np.int32), Pace(np.array([1e-3])), num_summed)
     return RemoteKeys(mask, bytes(abi.FFA_REMOTE_PREFIX_BYTES), PUSH)
+
+
+def launched(ready: FusedLaunch[Result]) -> Result:
+    """What it gives, once it is launched."""
+    with ready:
+        ready.launch()
+    return ready.result
 
 
 def test_a_rank_that_reads_only_its_own() -> None:
@@ -85,36 +95,83 @@ def test_all_else_comes_before_the_push_and_the_kernel_that_starts_beside_it(mon
         monkeypatch.setattr(library, name, lambda *a: (events.append("kernel"), a[2] != PUSH)[1], raising=False)
     monkeypatch.setattr(library, "backward_tile", lambda *_: FfaTile(TILE, 2, 1))  # tiles of keys have one owner
     remote = remote_keys()
-    out, lse, _ = ffa.forward_final(
-        Operands(q, k, v, remote.mask.slices, AttnOptions(0.25, return_max_logits=True), sink), remote=remote
-    )
+    x = Operands(q, k, v, remote.mask.slices, AttnOptions(0.25, return_max_logits=True), sink)
+    out, lse, _ = launched(ffa.forward_fused(x, remote))
     assert "zeros" in events and "full" in events and events[-1] == "kernel" and events.count("kernel") == 1
     events.clear()
-    ffa.backward_fused(
-        BackwardOperands(dout, q, k, v, torch.zeros_like(q), lse.zero_(), remote.mask.slices, AttnOptions(0.25)), remote
-    )
+    options = AttnOptions(0.25)
+    x = BackwardOperands(dout, q, k, v, torch.zeros_like(q), lse.zero_(), remote.mask.slices, options)
+    launched(ffa.backward_fused(x, remote))
     at = events.index("kernel")
     assert "to" in events[:at] and events.count("kernel") == 1
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_a_put_of_its_own_comes_right_before_the_kernel(monkeypatch, deterministic) -> None:
-    """On the stream of the call, when what the kernel waits for is behind it."""
+def test_launches_of_the_caller_come_right_before_the_kernel(monkeypatch, deterministic) -> None:
+    """When what the kernel waits for is behind it, and all that it reads has been made."""
     planner_or_skip()
     ffa, _ = backend()
     q, k, v = inputs(32, 32)
-    events: list[object] = []
+    events: list[object] = ffa.runtime.said
     for name in ("forward_remote_raw", "backward_remote_raw"):
-        monkeypatch.setattr(ffa.library, name, lambda *a: (events.append(a[2]), 0)[1], raising=False)
+        monkeypatch.setattr(ffa.library, name, lambda *a: (events.append(("kernel", a[2])), 0)[1], raising=False)
     monkeypatch.setattr(ffa.library, "backward_tile", lambda *_: FfaTile(TILE, 2, 1))
-    given = remote_keys()
-    remote = RemoteKeys(given.mask, given.params, None, events.append)
+    keys = remote_keys()
+    remote = RemoteKeys(keys.mask, keys.params)
     options = AttnOptions(0.25, deterministic=deterministic)
-    out, lse, _ = ffa.forward_final(Operands(q, k, v, remote.mask.slices, options), remote=remote)
-    ffa.backward_fused(
-        BackwardOperands(q, q, k, v, torch.zeros_like(q), lse.zero_(), remote.mask.slices, options), remote
-    )
-    assert events == [7, None, 7, None], "the put on stream 7, then the kernel, with none of its own"
+    x = Operands(q, k, v, remote.mask.slices, options)
+    saved = BackwardOperands(q, q, k, v, torch.zeros_like(q), torch.zeros(q.shape[:2]), remote.mask.slices, options)
+    for stream in (7, 8):
+        ffa.runtime.current_stream = stream
+        events.clear()
+        for ready in (ffa.forward_fused(x, remote), ffa.backward_fused(saved, remote)):
+            with ready:
+                events.append("put")
+                ready.launch()
+        calls = ["put", ("kernel", None)]
+        behind, end = ([("wait", 8)] if stream == 8 else [], [("record", stream)]) if deterministic else ([], [])
+        assert events == [*calls, *behind, *calls, *end]
+
+
+def test_a_launch_follows_what_was_launched_before_an_error() -> None:
+    """The kernel did not start, and its turn is over: the next one on another stream waits."""
+    planner_or_skip()
+    ffa, _ = backend()
+    q, k, v = inputs(32, 32)
+    keys = remote_keys()
+    ffa.library.backward_remote_raw = None
+    ffa.library.backward_tile = lambda *_: FfaTile(TILE, 2, 1)
+    options = AttnOptions(0.25, deterministic=True)
+    x = BackwardOperands(q, q, k, v, torch.zeros_like(q), torch.zeros(q.shape[:2]), keys.mask.slices, options)
+    with pytest.raises(ValueError, match="no put"), ffa.backward_fused(x, keys):
+        raise ValueError("no put")
+    ffa.runtime.current_stream = 8
+    with ffa.backward_fused(x, keys):
+        pass
+    assert ffa.runtime.said == [("record", 7), ("wait", 8), ("record", 8)]
+
+
+def test_on_the_device_of_the_operands(monkeypatch) -> None:
+    """Which is made the current one for the preparation, and again for the launch."""
+    planner_or_skip()
+    ffa, _ = backend()
+    q, k, v = inputs(32, 32)
+    keys, said, current = remote_keys(), [], [3]
+
+    @contextmanager
+    def on_device(index: int) -> Iterator[None]:
+        said.append("enter")
+        current.append(index)
+        yield
+        current.pop()
+        said.append("exit")
+
+    monkeypatch.setattr(ffa.runtime, "on_device", on_device, raising=False)
+    monkeypatch.setattr(ffa.runtime, "current_device", lambda: current[-1])
+    monkeypatch.setattr(ffa.library, "forward_remote_raw", lambda *_: (said.append("kernel"), 0)[1], raising=False)
+    with ffa.forward_fused(Operands(q, k, v, keys.mask.slices, AttnOptions(0.25)), keys) as ready:
+        ready.launch()
+    assert said == ["enter", "exit", "enter", "kernel", "exit"] and ready.result[0].shape == q.shape
 
 
 def test_semaphore_order_where_keys_arrive(monkeypatch) -> None:
@@ -136,7 +193,7 @@ def test_semaphore_order_where_keys_arrive(monkeypatch) -> None:
         ffa.runtime.current_stream = stream
         keys, saved = remote_keys(), (q, q, k, v, torch.zeros_like(q), torch.zeros(q.shape[:2]))
         x = BackwardOperands(*saved, keys.mask.slices, AttnOptions(0.25, deterministic=True))
-        ffa.backward_fused(x, keys)
+        launched(ffa.backward_fused(x, keys))
     assert [c.dq_mode for c in calls] == [1, 1]
     assert [x for x in ffa.runtime.said if x[0] != "record"] == [("kernel", 7), ("wait", 8), ("kernel", 8)]
 
@@ -179,8 +236,9 @@ def test_known_calls_are_told_apart(monkeypatch) -> None:
 
     def call(of: tuple, forward: RemoteKeys, backward: RemoteKeys) -> list[bytes]:
         x, dout, result, logs, option, sink = of
-        ffa.forward_final(Operands(x, k, v, forward.mask.slices, option, sink), remote=forward)
-        ffa.backward_fused(BackwardOperands(dout, x, k, v, result, logs, backward.mask.slices, option, sink), backward)
+        launched(ffa.forward_fused(Operands(x, k, v, forward.mask.slices, option, sink), forward))
+        saved = BackwardOperands(dout, x, k, v, result, logs, backward.mask.slices, option, sink)
+        launched(ffa.backward_fused(saved, backward))
         kinds = (abi.FfaFwdParams, abi.FfaBwdParams)
         for p in (kind.from_buffer_copy(params) for kind, params in zip(kinds, seen)):
             assert (p.k, p.v, p.stream) == (k.data_ptr(), v.data_ptr(), 7), "what the put sends"
@@ -218,7 +276,8 @@ def test_sums_of_local_gradients(num_summed: int, dims: tuple[int, int], monkeyp
     q, k, v = inputs(32, 32, dims=dims)
     out, lse = torch.zeros(32, 4, dims[1], dtype=q.dtype), torch.zeros(32, 4)
     keys = remote_keys(num_summed)
-    got = ffa.backward_fused(BackwardOperands(out, q, k, v, out, lse, keys.mask.slices, AttnOptions(0.25)), keys)
+    x = BackwardOperands(out, q, k, v, out, lse, keys.mask.slices, AttnOptions(0.25))
+    got = launched(ffa.backward_fused(x, keys))
     ((p, remote),) = seen
     assert (p.dq, p.dk, p.dv) == tuple(x.data_ptr() for x in (got.dq, got.dk, got.dv))
     assert all(x.dtype == q.dtype and x.shape == y.shape for x, y in ((got.dq, q), (got.dk, k), (got.dv, v)))
@@ -238,7 +297,7 @@ def test_a_rank_without_tokens_gets_a_sentence(monkeypatch) -> None:
     keys = remote_keys()
     call = keys.mask.slices, AttnOptions(0.25)
     with pytest.raises(ContractError, match="has no tokens"):
-        ffa.forward_final(Operands(q, k, v, *call), remote=keys)
+        ffa.forward_fused(Operands(q, k, v, *call), keys)
     with pytest.raises(ContractError, match="has no tokens"):
         ffa.backward_fused(BackwardOperands(q, q, k, v, q, torch.zeros(0, 4), *call), keys)
     assert not seen
