@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from magi_attention.common.forward_meta import AttnForwardMeta
 from magi_attention.env import general
 from magi_attention.functional.sparse import index_rows
 from magi_attention.functional.sparse.index_rows import IndexExchange
-from magi_attention.kernels.index_attn import PreparedIndices
+from magi_attention.kernels.index_attn import PreparedIndices, with_readers
 
 _eager = breaks_graph("how many rows index attention fetches is known at run time only")
 
@@ -76,15 +77,17 @@ def attend_index(
 @_eager
 def prepare_index_exchange(
     indices: torch.Tensor | PreparedIndices, plan: Plan, group: Any = None, *, max_rows: int | None = None,
-    is_joined: bool = False,
+    is_joined: bool = False, deterministic: bool = False,
 ) -> IndexExchange:  # fmt: skip
     """Finds out, once for all layers that share them, which rows the lists of ``attend_index`` fetch from whom.
 
-    ``indices``, ``max_rows`` and ``is_joined`` as there, ``indices`` on the device of q. Collective over the group.
+    ``indices``, ``max_rows`` and ``is_joined`` as there, ``indices`` on the device of q; ``deterministic`` as of
+    ``prepare_indices``, for calls with ``deterministic=True``. Collective over the group.
     What comes back serves any number of calls, forward and backward, with as many kv heads.
     """
     check_plan(plan)
-    return index_rows.make_exchange(indices, plan._layout(group), max_rows, is_joined=bool(is_joined))
+    exchange = index_rows.make_exchange(indices, plan._layout(group), max_rows, is_joined=bool(is_joined))
+    return replace(exchange, lists=with_readers(exchange.lists)) if deterministic else exchange
 
 
 __all__ = ["IndexExchange", "attend_index", "prepare_index_exchange"]

@@ -12,7 +12,7 @@ from magi_attention.api.index_attn import IndexExchange
 from magi_attention.api.plan import Plan, check_plan
 from magi_attention.errors import ContractError
 from magi_attention.functional.sparse import indexer, indexer_rows
-from magi_attention.kernels.index_attn import PreparedIndices
+from magi_attention.kernels.index_attn import PreparedIndices, with_readers
 
 
 def indexer_topk(
@@ -61,6 +61,7 @@ def indexer_topk_blocks(
     cu_seqlens: Any = None,
     k_start: torch.Tensor | None = None,
     k_end: torch.Tensor | None = None,
+    deterministic: bool = False,
 ) -> PreparedIndices:
     """The ``k`` blocks of keys that hold the highest scores of a query, for ``index_attn_func`` and ``attend_index``.
 
@@ -73,13 +74,16 @@ def indexer_topk_blocks(
     Arguments after the star, order of equal scores and memory are as of ``indexer_topk``; further memory is 64 queries
     by the number of blocks. No gradient goes through it. Under ``torch.compile(fullgraph=True)`` it is one custom op.
 
+    ``deterministic``: as of ``prepare_indices``, for attention with ``deterministic=True``; one custom op more.
+
     Returns lists of blocks, ``rows`` int32 ``(T, lists, k)``, by which a query sees those keys of a block that its
     masks let it see.
 
     ``ContractError`` as of ``indexer_topk``.
     """
     visible = indexer.make_visible(causal, positions, cu_seqlens, k_start, k_end)
-    return indexer.indexer_topk_blocks(q_index, k_index, weights, k, k_block_size, local_blocks, visible)
+    lists = indexer.indexer_topk_blocks(q_index, k_index, weights, k, k_block_size, local_blocks, visible)
+    return with_readers(lists) if deterministic else lists
 
 
 def indexer_kl(

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from magi_attention.api import index_attn_func, indexer_kl, indexer_topk, indexer_topk_blocks
 from magi_attention.errors import ContractError, UnsupportedError
 from magi_attention.functional.sparse import indexer
+from magi_attention.kernels.index_attn import with_readers
 from magi_attention.kernels.indexer import Blocks, Visible
 from magi_attention.kernels.indexer.custom_ops import kl_bwd, kl_fwd, topk_blocks_op, topk_op
 
@@ -267,6 +268,14 @@ def draw_documents():
     print("seed 4")
     cu_seqlens = torch.tensor([0, 5, 12])
     return tensors, {"cu_seqlens": cu_seqlens, "positions": torch.arange(12, dtype=torch.int32)}, gen
+
+
+def test_blocks_for_deterministic_attention_are_inverted():
+    tensors, masks, _ = draw_documents()
+    plain, lists = (indexer_topk_blocks(*tensors[:3], 2, 3, **masks, deterministic=x) for x in (False, True))
+    want = with_readers(plain)
+    assert plain.readers is None and torch.equal(lists.readers, want.readers)
+    assert torch.equal(lists.reader_begins, want.reader_begins)
 
 
 def test_compiled_whole_each_call_is_an_op():

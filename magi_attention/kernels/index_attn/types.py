@@ -74,19 +74,20 @@ class IndexProblem(Problem):
         width = v.shape[2] if v is not None else k.shape[2] if head_dim_v is None else head_dim_v
         return _problem_of(
             q.device, q.dtype, q.shape[1], k.shape[1], q.shape[2], width, options, sink is not None, needs_backward,
-            (lists.rows.shape[2], lists.q_block_size, lists.k_block_size, v is not None),
+            lists.rows.shape[2], lists.q_block_size, lists.k_block_size, v is not None,
         )  # fmt: skip
 
 
 @lru_cache(maxsize=512)
 def _problem_of(
     device: torch.device, dtype: torch.dtype, heads_q: int, heads_kv: int, head_dim: int, head_dim_v: int,
-    options: AttnOptions, has_sink: bool, needs_backward: bool, rest: tuple[int, int, int, bool],
+    options: AttnOptions, has_sink: bool, needs_backward: bool, topk: int, q_block: int, k_block: int, has_v: bool,
 ) -> IndexProblem:  # fmt: skip
-    """``rest``: topk, block sizes of queries and keys, has_v."""
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-    heads, dims = (heads_q, heads_kv), (head_dim, head_dim_v)
-    return IndexProblem(device.type, dtype, *heads, *dims, options, has_sink, needs_backward, capability, *rest)
+    return IndexProblem(
+        device.type, dtype, heads_q, heads_kv, head_dim, head_dim_v, options, has_sink, needs_backward, capability,
+        topk, q_block, k_block, has_v,
+    )  # fmt: skip
 
 
 @runtime_checkable
