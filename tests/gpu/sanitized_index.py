@@ -46,7 +46,7 @@ def calls(is_one_place: bool) -> Iterator[Call]:
     for case, dtype, deterministic in product((*LISTS, *LATENTS), (BF16, FP16), (False, True)):
         indices = torch.randint(-9, case[1], (case[0], case[3], case[6]), generator=gen, device=DEVICE)
         indices[0] = -1
-        lists, is_latent = prepare_indices(indices, case[1]), case in LATENTS
+        lists, is_latent = prepare_indices(indices, case[1], deterministic=deterministic), case in LATENTS
         q, k, v, dout = draw_rows(case, dtype, gen)
 
         def attend(q, k, v=None, lists=lists, width=case[5], deterministic=deterministic):

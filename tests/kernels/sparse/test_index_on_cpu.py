@@ -10,12 +10,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from hopper_library import aligned
 from index_on_cpu import IndexCall, IndexLibraryOnCpu, run_on_the_cpu
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from magi_attention.kernels.index_attn import launches, prepare_ffa
-from magi_attention.kernels.index_attn.invert import with_readers
+from magi_attention.kernels.index_attn.invert import key_counts, with_readers
 from magi_attention.kernels.index_attn.prepare import blocks_op, prepare_indices, prepare_op
+from magi_attention.native.index.abi import SUM_TAIL
 
 SOURCE = Path(__file__).with_name("index_on_cpu.cpp")
 ENTRIES = ("fwd", "bwd", "tiles", "has_variant", "sum", "prepare", "blocks")
@@ -126,6 +128,47 @@ def test_lists_are_inverted_once(library, name, monkeypatch):
         counts.append(sorts.count)
     assert counts == [1, 1, 0, 0]
     assert all(torch.equal(*pair) for other in found[1:] for pair in zip(found[0], other))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_sums_of_shares(library, seed):
+    """Of keys that up to 90 lists read, some lists at a time: as float32 numbers are added one by one, in the order of
+    first keys of blocks, lists and tiles; those that a list does not see are NaN."""
+    print(f"seed {seed}")
+    gen = torch.Generator().manual_seed(seed)
+    num_lists, heads, width, total_k, block, tiles = 90, 1 + seed % 2, 3, 7, (1, 3, 4)[seed % 3], 1 + seed % 3
+    dim = (8, 132)[seed // 3]
+    indices = torch.randint(-1, -(-total_k // block), (num_lists, heads, width), generator=gen)
+    bounds = {"k_end": torch.randint(0, total_k + 1, (num_lists,), generator=gen)}
+    if seed > 1:
+        bounds["k_start"] = torch.randint(0, 3, (num_lists,), generator=gen)
+        indices[indices * block + bounds["k_start"][:, None, None] >= total_k] = -1
+    lists = prepare_indices(indices, total_k, k_block_size=block, **bounds, deterministic=True)
+    counts = key_counts(lists)
+    shares = torch.randn((num_lists, heads, tiles, width * block, dim), generator=gen)
+    slots = torch.arange(width * block)
+    is_seen = slots < counts[..., None]
+    shares.masked_fill_(~is_seen[:, :, None, :, None], float("nan"))
+    sums = torch.randn((total_k, heads, dim), generator=gen)
+    want, starts = sums.clone(), bounds.get("k_start", torch.zeros(num_lists, dtype=torch.int64))
+    reads = [
+        (int(starts[number] + lists.rows[number, head, slot // block] * block), number, head, int(slot))
+        for number, head, slot in is_seen.nonzero().tolist()
+    ]
+    split = int(torch.randint(0, num_lists, (1,), generator=gen))
+    library.use(2, seed)
+    for begin, end in ((0, split), (split, num_lists)):
+        for first, number, head, slot in sorted(x for x in reads if begin <= x[1] < end):
+            for tile in range(tiles):
+                want[first + slot % block, head] += shares[number, head, tile, slot]
+        prefix = library.sum_prefix(
+            total_k=total_k, heads_kv=heads, k_block=block, max_entries=width, num_tiles=tiles, width=dim,
+            has_starts=int("k_start" in bounds), list_begin=begin, list_end=end,
+        )  # fmt: skip
+        part = aligned(shares[begin:end])
+        given = lists.readers, lists.reader_begins, counts, part, sums
+        library.sum_raw(prefix + SUM_TAIL.pack(*(x.data_ptr() for x in given), 0))
+        assert torch.equal(sums, want)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
