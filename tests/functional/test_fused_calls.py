@@ -3,11 +3,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from magi_attention.functional.one_launch.nodes import NodeFusedAttention
 from magi_attention.functional.one_launch.nvlink import FusedAttention
 from magi_attention.kernels.ffa.peer_kv import FusedLaunch, RemoteGrads
 from magi_attention.kernels.types import BackwardOperands, Operands
@@ -104,6 +109,48 @@ def test_what_was_launched_before_an_error_is_followed(is_forward, fails_at, mon
     spy.fails_at, spy.stream_now = "", 8
     run(one, spy, True)
     assert spy.said[-4:-2] == ["check 8", "wait 8"]
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_over_nodes_rows_are_sent_right_before_the_kernel(deterministic, monkeypatch) -> None:
+    """When all else is made, and behind the deterministic kernel before."""
+    said: list[str] = []
+
+    def note(what: str, *_: object) -> None:
+        said.append(what)
+
+    @contextmanager
+    def turn() -> Iterator[None]:
+        said.append("turn")
+        yield
+        said.append("end of turn")
+
+    def fused(result: object, turn: Any = None) -> FusedLaunch:
+        said.append("ready")
+        return FusedLaunch(None, lambda: note("kernel"), (), "", result, None, turn)
+
+    q = torch.zeros(4, 2, 8)
+    grads = RemoteGrads(q, q, q, 3, 4, q)
+    backend = SimpleNamespace(
+        forward_fused=lambda x, keys: fused((q, q, None)),
+        backward_fused=lambda x, keys: fused(grads, turn() if deterministic else None),
+    )
+    verbs = {x: partial(note, x) for x in ("copy_in", "start", "run", "finish")}
+    exchange = SimpleNamespace(cast=SimpleNamespace(**verbs), reduce=SimpleNamespace(**verbs))
+    launches = SimpleNamespace(exchange=exchange, forward=None, backward=None, add=partial(note, "add"))
+    one = object.__new__(NodeFusedAttention)
+    one._group = SimpleNamespace(
+        check=note, check_if_done=note, ordered=lambda is_beside: nullcontext(SimpleNamespace(stream=7))
+    )
+    monkeypatch.setattr(one, "_of", lambda x: (launches, x), raising=False)
+    assert one.forward(backend, Operands(q, q, q, None, None))[0] is q
+    place = (said.index("copy_in"), said.index("kernel"))
+    assert said[place[0] : place[1] + 2] == ["copy_in", "ready", "start", "kernel", "finish"]
+    said.clear()
+    assert one.backward(backend, BackwardOperands(q, q, q, q, q, q, None, None)).dk is q
+    kernel = ["turn", "start", "kernel", "end of turn"] if deterministic else ["start", "kernel"]
+    begin, end = said.index("copy_in"), said.index("add")
+    assert said[begin : end + 3] == ["copy_in", "ready", *kernel, "run", "add", "finish", "finish"]
 
 
 def test_calls_in_a_graph_neither_wait_nor_record() -> None:
