@@ -68,6 +68,7 @@ from magi_attention.functional import AttnPolicy, block_sparse_attn_func, flex_f
 from magi_attention.functional.calls.attention_check import AttentionCheck
 from magi_attention.kernels.index_attn import PreparedIndices, prepare_indices
 from magi_attention.meta.predict.model_memory import MemoryUse, ModelShape, TrainingSetup
+from magi_attention.meta.recurrent.ways import RecurrentShape
 
 __all__ = [
     "AttentionCheck",
@@ -98,6 +99,7 @@ __all__ = [
     "OverlapConfig",
     "Plan",
     "PreparedIndices",
+    "RecurrentShape",
     "SequentialDispatchAlg",
     "SortedSequentialSelectAlg",
     "ToppHeapDispatchAlg",

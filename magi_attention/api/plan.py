@@ -46,7 +46,7 @@ from magi_attention.functional.attention_memory import plan_memory
 from magi_attention.functional.calls.attention_check import PlanMark, note_call
 from magi_attention.functional.dist_attn import dist_attn
 from magi_attention.functional.policy import AttnPolicy
-from magi_attention.functional.recurrent import contiguous
+from magi_attention.functional.recurrent import layouts
 from magi_attention.functional.runtime import AttnRuntime, Trace
 from magi_attention.functional.tokens import documents
 from magi_attention.functional.tokens import layout as token_layout
@@ -57,6 +57,7 @@ from magi_attention.meta import plan as meta_plan
 from magi_attention.meta.explain import explain
 from magi_attention.meta.planner import PlanOptions, build_plan, plan_for_partitions
 from magi_attention.meta.predict.model_memory import MemoryUse, ModelShape, TrainingSetup
+from magi_attention.meta.recurrent.ways import RecurrentShape
 
 DEFAULT_BALANCE = 1.02  # without a chunk size, chunks are refined until the heaviest rank is within 2%
 
@@ -95,11 +96,11 @@ class Plan(meta_plan.Plan):
 
         Shard r has as many rows as rank r holds (``shard_sizes``), and they follow those of rank r - 1. For layers that
         want their tokens in order. One all-to-all-v, and one for gradients; any dtype, any other dims."""
-        return contiguous.to_contiguous(x, self._layout(group), dim)
+        return layouts.to_contiguous(x, self._layout(group), dim)
 
     def from_contiguous(self, x: torch.Tensor, group: Any = None, dim: int = 0) -> torch.Tensor:
         """The inverse of ``to_contiguous``."""
-        return contiguous.from_contiguous(x, self._layout(group), dim)
+        return layouts.from_contiguous(x, self._layout(group), dim)
 
     def roll(self, x: torch.Tensor, shift: int, group: Any = None, dim: int = 0) -> torch.Tensor:
         """``torch.roll(padded global tensor, shift, dim)`` in local form. Pad rows take part in the wrap-around, and
@@ -189,9 +190,9 @@ class Plan(meta_plan.Plan):
         ahead.prepare(self, rank, kernels)
         return self
 
-    def explain(self, element_bytes: int = 2) -> dict:
+    def explain(self, element_bytes: int = 2, recurrent: RecurrentShape | None = None) -> dict:
         """The plan in numbers; see ``magi_attention.meta.explain``."""
-        return explain(self, element_bytes)
+        return explain(self, element_bytes, recurrent)
 
     def memory(self, shape: ModelShape, setup: TrainingSetup | None = None) -> MemoryUse:
         """Predicted bytes of one training step of a model, on the GPU and on the host, on the rank that takes most.

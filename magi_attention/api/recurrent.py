@@ -9,6 +9,7 @@ these calls break the graph.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from magi_attention.api.plan import Plan, check_plan
 from magi_attention.common.infer import CuSeqlens
 from magi_attention.functional.calls.attention_check import note_call
 from magi_attention.functional.recurrent import conv, layers, states
+from magi_attention.functional.recurrent.states import Held
 
 _eager = breaks_graph("rows and states pass by tables of the plan")
 
@@ -47,7 +49,7 @@ def pass_states(
     ``ContractError`` for shapes and dtypes that do not fit.
     """
     check_plan(plan)
-    return states.pass_states(transition, state, plan._layout(group), cu_seqlens, way)
+    return states.pass_states(transition, state, Held.of(plan._layout(group), "states", cu_seqlens), way)
 
 
 @_eager
@@ -60,7 +62,9 @@ def decay_of_fragments(
     ``(F, H, K)``, of the same dtype; no communication.
     """
     check_plan(plan)
-    return layers.decay_of_fragments(log_decay, plan._layout(group), cu_seqlens)
+    layout = plan._layout(group)
+    layout.check_rows(log_decay, 0, layout.num_local, "decay_of_fragments")
+    return layers.decay_of_fragments(log_decay, Held.of(layout, "states", cu_seqlens))
 
 
 @_eager
@@ -71,25 +75,40 @@ def run_recurrent(
     plan: Plan,
     group: Any = None,
     *,
-    transition: torch.Tensor | None = None,
+    inputs: Sequence[torch.Tensor] = (),
+    parameters: Sequence[torch.Tensor] = (),
+    log_decay: torch.Tensor | None = None,
     state_dtype: torch.dtype = torch.float32,
     cu_seqlens: CuSeqlens | None = None,
+    way: str = "auto",
 ) -> torch.Tensor:
     """A recurrent layer's output for this rank's tokens, as one device computes it for each document alone.
 
-    ``kernel(value, initial_state, cu_seqlens) -> (out, final_state)`` runs this rank's tokens, whose other inputs it
-    holds: ``value`` ``(T, H, V)``, ``initial_state`` and ``final_state`` ``(S, H, K, V)`` of ``state_dtype``,
-    ``cu_seqlens`` ``(S + 1,)`` int64 on the device of ``value``; S segments, each of which begins with its initial
-    state. ``out`` may have any shape. The kernel must be linear in (value, initial_state), and differentiable.
+    ``kernel(value, initial_state, cu_seqlens, *inputs, *parameters) -> (out, final_state)`` runs packed documents:
+    ``value`` ``(T, H, V)``, ``initial_state`` and ``final_state`` ``(S, H, K, V)`` of ``state_dtype``, ``cu_seqlens``
+    ``(S + 1,)`` int64 on the device of ``value``; S segments, each of which begins with its initial state. It must be
+    linear in (value, initial_state), and differentiable. ``value`` and ``inputs`` ``(T, h, ...)`` are this rank's
+    tokens; ``parameters`` ``(h, ...)`` are the same on all ranks. ``key_dim`` is K.
 
-    It is called for the states that segments leave, if states pass at all, and with the states that came. Without
-    ``transition`` (see ``pass_states``) it is called once more for that, with values of zero ``(T, H, K)`` and the
-    identity as initial state. ``key_dim`` is K. Returns ``out``.
+    ``way`` says what moves, forward and backward:
+
+    * "states": states between fragments. The kernel is called for the states that segments leave, if states pass at
+      all, and with the states that came.
+    * "contiguous": value and inputs to consecutive shards, out back, and states between the shards.
+    * "heads": value and inputs to all tokens of ``H / cp_size`` heads, out back. H must divide by the ranks. Inputs
+      and parameters of fewer heads are copied until theirs do. The kernel is called once.
+    * "auto" takes the one that moves the fewest bytes, as ``plan.explain(recurrent=...)`` counts them. A kernel that
+      holds its other inputs itself, so that there are no ``inputs``, runs by states.
+
+    Without ``log_decay`` the kernel is called once more where states pass, for the product of transitions, with values
+    of zero ``(T, H, K)`` and the identity as initial state. For layers that only decay their state (Mamba-2, gated
+    linear attention) ``log_decay`` ``(T, H)`` or ``(T, H, K)``, logarithms of each token's decay, save this call.
+    Returns ``out``, of any shape by states, else ``(T, H, ...)``. ``ContractError`` for shapes that do not fit.
     """
     check_plan(plan)
     note_call(plan._mark)
-    layout = plan._layout(group)
-    return layers.run_recurrent(kernel, value, key_dim, layout, transition, state_dtype, cu_seqlens)
+    layer = layers.Layer(kernel, value, key_dim, tuple(inputs), tuple(parameters), log_decay, state_dtype)
+    return layers.run_recurrent(layer, plan._layout(group), cu_seqlens, way)
 
 
 @_eager

@@ -125,6 +125,7 @@ def _add_explain(commands) -> None:
         explain.add_argument(f"--{name.replace('_', '-')}", type=int, help=f"of the model; {value} without it")
     explain.add_argument("--budget", action="store_true", help="measure planning here, beside a step's attention")
     explain.add_argument("--layers", type=int, help="with --budget: attention layers of the model; 32 without it")
+    explain.add_argument("--recurrent", metavar="LAYER:HxKxV", help="a layer by ways: gated_delta:32x128x128")
     explain.add_argument("--rates", metavar="FILE", help="plan and predict by a file of `magi tune`")
     add_memory_options(explain)
     explain.add_argument("--out", help=f"folder for the page; {FOLDER} without it")

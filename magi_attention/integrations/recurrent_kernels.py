@@ -3,10 +3,10 @@
 
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
-    kernel = fla_kernel(chunk_gated_delta_rule, q, k, g, beta)
-    out = run_recurrent(kernel, v, k.shape[-1], plan)
+    kernel = fla_kernel(chunk_gated_delta_rule)
+    out = run_recurrent(kernel, v, k.shape[-1], plan, inputs=(q, k, g, beta))
 
-The caller gives the library's function, so nothing is imported here. Shapes have this rank's T tokens and no batch.
+The caller gives the library's function, so nothing is imported here. Shapes have tokens and no batch.
 """
 
 from __future__ import annotations
@@ -18,45 +18,49 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from magi_attention.api import Plan, decay_of_fragments, run_recurrent
+from magi_attention.api import Plan, run_recurrent
 from magi_attention.common.infer import CuSeqlens
-from magi_attention.functional.recurrent.layers import Kernel
+from magi_attention.functional.recurrent.layers import Kernel, Layer, choose_way
+from magi_attention.functional.recurrent.states import Held
 
 Function = Callable[..., Any]
 
 
-def fla_kernel(
-    function: Function, q: torch.Tensor, k: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, **options: Any
-) -> Kernel:
-    """``chunk_gated_delta_rule`` or ``chunk_kda`` of ``fla.ops``, for ``run_recurrent`` with values ``(T, H, V)``.
+def fla_kernel(function: Function, **options: Any) -> Kernel:
+    """``chunk_gated_delta_rule`` or ``chunk_kda`` of ``fla.ops``, for ``run_recurrent`` with values ``(T, H, V)`` and
+    ``inputs=(q, k, g, beta)``.
 
     q, k ``(T, Hk, K)``; g ``(T, H)`` or ``(T, H, K)``, logarithms of decays; beta ``(T, H)``. ``options`` are further
     arguments of the function, as ``scale`` and ``use_qk_l2norm_in_kernel``.
     """
 
-    def kernel(value: torch.Tensor, initial_state: torch.Tensor, cu_seqlens: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def kernel(
+        value: torch.Tensor, initial_state: torch.Tensor, cu_seqlens: torch.Tensor, *inputs: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        q, k, g, beta = (x[None] for x in inputs)
         out, final = function(
-            q[None], k[None], value[None], g[None], beta[None], initial_state=initial_state, output_final_state=True,
-            cu_seqlens=cu_seqlens, **options,
+            q, k, value[None], g, beta, initial_state=initial_state, output_final_state=True, cu_seqlens=cu_seqlens,
+            **options,
         )  # fmt: skip
         return out[0], final
 
     return kernel
 
 
-def attn_gym_kernel(
-    function: Function, q: torch.Tensor, k: torch.Tensor, gate: torch.Tensor, beta: torch.Tensor, **options: Any
-) -> Kernel:
-    """``chunk_gdn`` or ``chunk_kda`` of ``attn_gym.linear``; arguments as of ``fla_kernel``.
+def attn_gym_kernel(function: Function, **options: Any) -> Kernel:
+    """``chunk_gdn`` or ``chunk_kda`` of ``attn_gym.linear``; inputs and options as of ``fla_kernel``.
 
     Its states are ``(V, K)``. Its own context parallelism takes our fragments as they are, if the plan pads nothing:
     ``ContextParallelPlan.from_fragments(fragments.cu_seqlens.tolist(), [r.tolist() for r in fragments.ranges], rank)``.
     """
 
-    def kernel(value: torch.Tensor, initial_state: torch.Tensor, cu_seqlens: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def kernel(
+        value: torch.Tensor, initial_state: torch.Tensor, cu_seqlens: torch.Tensor, *inputs: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        q, k, gate, beta = (x[None] for x in inputs)
         out, final = function(
-            q[None], k[None], value[None], gate[None], beta[None], initial_state.mT.contiguous(),
-            cu_seqlens=cu_seqlens.int(), output_final_state=True, **options,
+            q, k, value[None], gate, beta, initial_state.mT.contiguous(), cu_seqlens=cu_seqlens.int(),
+            output_final_state=True, **options,
         )  # fmt: skip
         return out[0], final.mT
 
@@ -79,38 +83,67 @@ def run_mamba2(
     dt_softplus: bool = False,
     dt_limit: tuple[float, float] = (0.0, float("inf")),
     cu_seqlens: CuSeqlens | None = None,
+    way: str = "auto",
 ) -> torch.Tensor:
     """Mamba-2 by ``mamba_chunk_scan_combined`` of mamba_ssm: the output ``(T, H, P)`` of this rank's tokens.
 
     x ``(T, H, P)``, dt ``(T, H)``, A ``(H,)``, B and C ``(T, G, N)``, D ``(H,)`` or ``(H, P)``, dt_bias ``(H,)``. The
-    function is called once for each fragment, whose documents ``seq_idx`` tells apart.
+    function is called once for each fragment, whose documents ``seq_idx`` tells apart. ``way`` as of ``run_recurrent``.
     """
-    fragments = plan.fragments(cu_seqlens)
-    rank = plan._layout(group).rank
-    bounds = fragments.segments(rank).tolist()
-    runs = list(zip(fragments.first_segments(rank).tolist(), fragments.last_segments(rank).tolist()))
-    # of a fragment the first one is 0, as the kernel gives its initial state to that number alone
-    numbers = [number for first, last in runs for number in range(last + 1 - first)]
-    of_token = np.repeat(np.array(numbers, dtype=np.int32), np.diff(bounds))
-    seq_idx = torch.from_numpy(of_token).to(x.device)[None]
+    options: dict[str, Any] = {"dt_softplus": dt_softplus, "dt_limit": dt_limit}
+    given = {name: x for name, x in (("D", D), ("dt_bias", dt_bias)) if x is not None}
+    log_decay = A.float() * mamba2_step(dt, dt_bias, dt_softplus, dt_limit)
+    layer = Layer(_no_kernel, x, B.shape[-1], (dt, B, C), (A, *given.values()), log_decay)
+    layout = plan._layout(group)
+    way = choose_way(layer, layout, cu_seqlens, way)
+    packed = _Packed(Held.of(layout, way, cu_seqlens), x.device)
 
-    def kernel(value: torch.Tensor, initial_state: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        outs, finals = [], []
-        for first, last in runs:
-            at = slice(bounds[first], bounds[last + 1])
+    def kernel(value: torch.Tensor, initial_state: torch.Tensor, _: torch.Tensor, *rest: torch.Tensor):
+        dt, B, C, A, *parameters = rest
+        more = {**options, **dict(zip(given, parameters))}
+
+        def fragment(at: slice, state: torch.Tensor, seq_idx: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             out, final = function(
-                value[None, at], dt[None, at], A, B[None, at], C[None, at], chunk_size, D=D, dt_bias=dt_bias,
-                initial_states=initial_state[first : first + 1].mT.contiguous(), seq_idx=seq_idx[:, at].contiguous(),
-                dt_softplus=dt_softplus, dt_limit=dt_limit, return_final_states=True,
+                value[None, at], dt[None, at], A, B[None, at], C[None, at], chunk_size, initial_states=state,
+                seq_idx=seq_idx, return_final_states=True, **more,
             )  # fmt: skip
-            outs.append(out[0])
-            # only a fragment's last state passes on
-            finals += [initial_state.new_zeros((last - first, *initial_state.shape[1:])), final.mT.to(initial_state)]
-        return torch.cat(outs), torch.cat(finals)
+            return out[0], final
 
-    transition = decay_of_fragments(A.float() * mamba2_step(dt, dt_bias, dt_softplus, dt_limit), plan, group,
-                                    cu_seqlens=cu_seqlens)  # fmt: skip
-    return run_recurrent(kernel, x, B.shape[-1], plan, group, transition=transition, cu_seqlens=cu_seqlens)
+        return packed.run(fragment, initial_state)
+
+    return run_recurrent(
+        kernel, x, B.shape[-1], plan, group, inputs=(dt, B, C), parameters=(A, *given.values()), log_decay=log_decay,
+        cu_seqlens=cu_seqlens, way=way,
+    )  # fmt: skip
+
+
+def _no_kernel(*_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    raise AssertionError("Only the bytes of this layer are asked for.")
+
+
+class _Packed:
+    """The segments of each fragment that a rank holds, for a function that takes the documents of one fragment."""
+
+    def __init__(self, held: Held, device: torch.device) -> None:
+        found, rank = held.fragments, held.rank
+        self.bounds = found.segments(rank).tolist()
+        self.runs = list(zip(found.first_segments(rank).tolist(), found.last_segments(rank).tolist()))
+        # of a fragment the first one is 0, as the kernel gives its initial state to that number alone
+        numbers = [number for first, last in self.runs for number in range(last + 1 - first)]
+        of_token = np.repeat(np.array(numbers, dtype=np.int32), np.diff(self.bounds))
+        self.seq_idx = torch.from_numpy(of_token).to(device)[None]
+
+    def run(self, fragment: Function, initial: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """out ``(T, H, P)`` and final states ``(S, H, N, P)`` by ``fragment(rows, state (1, H, P, N), seq_idx)``."""
+        outs, finals = [], []
+        for first, last in self.runs:
+            at = slice(self.bounds[first], self.bounds[last + 1])
+            state = initial[first : first + 1].mT.contiguous()
+            out, final = fragment(at, state, self.seq_idx[:, at].contiguous())
+            outs.append(out)
+            # only a fragment's last state passes on
+            finals += [initial.new_zeros((last - first, *initial.shape[1:])), final.mT.to(initial)]
+        return torch.cat(outs), torch.cat(finals)
 
 
 def mamba2_step(

@@ -13,9 +13,10 @@ from magi_attention.errors import ContractError
 from magi_attention.meta.plan import Plan
 from magi_attention.meta.predict import cost
 from magi_attention.meta.predict.bounds import least_rows
+from magi_attention.meta.recurrent.ways import RecurrentShape, explain_ways
 
 
-def explain(plan: Plan, element_bytes: int = 2) -> dict[str, Any]:
+def explain(plan: Plan, element_bytes: int = 2, recurrent: RecurrentShape | None = None) -> dict[str, Any]:
     """Plain numbers and lists, ready for JSON.
 
     Keys: ``tokens, padded_tokens, cp_size, chunk_size, num_chunks, degree, area, areas`` (per rank),
@@ -25,8 +26,11 @@ def explain(plan: Plan, element_bytes: int = 2) -> dict[str, Any]:
     ``bytes_total``, ``ring_bytes`` and ``all_gather_bytes`` (what those move for the same K and V; they are equal,
     the all-gather only holds everything at once), ``row_bytes``. Where queries move: ``query_rows_sent,
     query_rows_received`` (per rank; as many outputs come back), ``query_row_bytes`` (a query and its output), which
-    ``bytes_total`` has in it, and ``query_moves``, what was asked for, with ``do_queries_move``.
+    ``bytes_total`` has in it, and ``query_moves``, what was asked for, with ``do_queries_move``. With the shape of a
+    ``recurrent`` layer, ``recurrent``: the ways to run it, by bytes, and which one it takes
+    (``recurrent.ways.explain_ways``).
     """
+    more = {} if recurrent is None else {"recurrent": explain_ways(plan, recurrent)}
     rows = cost.stage_rows(plan)
     matrix = plan.comm_matrix()
     per_row = cost.row_bytes(plan, element_bytes)
@@ -61,6 +65,7 @@ def explain(plan: Plan, element_bytes: int = 2) -> dict[str, Any]:
         "query_rows_sent": queries.sum(axis=1).tolist(),
         "query_rows_received": queries.sum(axis=0).tolist(),
         "query_row_bytes": per_query,
+        **more,
     }
 
 

@@ -18,6 +18,7 @@ from magi_attention.common.slices import to_dense
 from magi_attention.config.rates import MachineRates, keep_rates
 from magi_attention.testing.libraries import planner_or_skip
 from magi_attention.testing.masks import random_slices
+from magi_attention.tools.report.describe import readable_bytes
 
 
 def test_explain_writes_tables_and_a_page(tmp_path, capsys):
@@ -35,6 +36,21 @@ def test_explain_with_few_ranges_of_tokens(capsys):
     assert main([*arguments, "--max-fragments", "2"]) == 0
     assert re.search(r"ranges of tokens of a rank, at most +2\b", capsys.readouterr().out)
     assert main([*arguments, "--max-fragments", "0"]) != 0 and "max_fragments" in capsys.readouterr().err
+
+
+def test_explain_of_a_recurrent_layer(capsys):
+    """The table has the numbers of the plan, and says the way that it has."""
+    arguments = ["explain", "--docs", "300,1000,748", "--cp", "4", "--no-pictures", "--recurrent"]
+    for layer, heads in (("gated_delta", 4), ("mamba2", 6)):
+        assert main([*arguments, f"{layer}:{heads}x64x32", "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)["recurrent"]
+        assert main([*arguments, f"{layer}:{heads}x64x32"]) == 0
+        printed = capsys.readouterr().out
+        assert f'run_recurrent takes "{found["way"]}"' in printed
+        assert (found["heads"] is None) is (heads == 6) is ("Heads do not divide" in printed)
+        assert readable_bytes(found["contiguous"]["busiest_bytes"]) in printed
+    for wrong in ("gated_delta", "gated_delta:4x64", "lstm:4x64x64", "kda:0x64x64"):
+        assert main([*arguments, wrong]) != 0 and "give" in capsys.readouterr().err
 
 
 def test_explain_for_256_ranks(tmp_path, capsys):

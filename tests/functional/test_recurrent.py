@@ -42,10 +42,12 @@ def of_rank(layer: str, x: Inputs, plan, weight: torch.Tensor, transport, **opti
     """The same by ``run_recurrent`` on one rank, gathered."""
     local = Inputs(*(plan.shard(tensor, transport).requires_grad_() for tensor in x))
     if options.pop("has_decay", False):
-        options["transition"] = decay_of_fragments(local.log_decay, plan, transport)
+        options["log_decay"] = local.log_decay
+    if options.pop("has_inputs", True):
+        options["inputs"] = (local.q, local.k, local.log_decay, local.beta)
 
-    def kernel(value, initial_state, cu_seqlens):
-        return run(layer, local._replace(v=value), initial_state, cu_seqlens.tolist())
+    def kernel(value, initial_state, cu_seqlens, q=local.q, k=local.k, log_decay=local.log_decay, beta=local.beta):
+        return run(layer, Inputs(q, k, value, log_decay, beta), initial_state, cu_seqlens.tolist())
 
     out = run_recurrent(kernel, local.v, x.q.shape[2], plan, transport, state_dtype=torch.float64, **options)
     (out * plan.shard(weight, transport)).sum().backward()

@@ -16,6 +16,7 @@ from recurrent_stand_ins import chunk_gated_delta_rule, mamba_chunk_scan_combine
 from magi_attention.api import run_recurrent
 from magi_attention.comm.transport.fake import FakeWorld
 from magi_attention.integrations.recurrent_kernels import attn_gym_kernel, fla_kernel, run_mamba2
+from magi_attention.meta.recurrent.tables import contiguous_fragments
 from magi_attention.testing.random_plans import random_plan
 
 HEADS, KEY, WIDTH = 2, 3, 4
@@ -65,8 +66,8 @@ def test_attn_gym_gives_what_it_gives_on_one_device(name: str, seed: int) -> Non
         return chunked(*x, cu_seqlens=cu_seqlens, scale=0.7, impl="reference")[0][0]
 
     def by_plan(transport, q, k, gate, beta, v):
-        kernel = attn_gym_kernel(chunked, q, k, gate, beta, scale=0.7, impl="reference")
-        return run_recurrent(kernel, v, KEY, plan, transport, state_dtype=dtype)
+        kernel = attn_gym_kernel(chunked, scale=0.7, impl="reference")
+        return run_recurrent(kernel, v, KEY, plan, transport, inputs=(q, k, gate, beta), state_dtype=dtype)
 
     check_ranks(plan, by_plan, tensors, with_gradients(whole, tensors, weight), weight, tolerance)
 
@@ -105,29 +106,30 @@ def test_arguments_and_states_of_fla(seed: int) -> None:
         return chunk_gated_delta_rule(*x, scale=0.7, **packed)[0][0]
 
     def by_plan(transport, q, k, g, beta, v):
-        kernel = fla_kernel(chunk_gated_delta_rule, q, k, g, beta, scale=0.7)
-        return run_recurrent(kernel, v, KEY, plan, transport, state_dtype=torch.float64)
+        kernel = fla_kernel(chunk_gated_delta_rule, scale=0.7)
+        return run_recurrent(kernel, v, KEY, plan, transport, inputs=(q, k, g, beta), state_dtype=torch.float64)
 
     check_ranks(plan, by_plan, tensors, with_gradients(whole, tensors, weight), weight)
 
 
+@pytest.mark.parametrize("way", ["states", "contiguous", "heads"])
 @pytest.mark.parametrize("seed", range(8))
-def test_mamba2_is_called_once_a_fragment(seed: int) -> None:
+def test_mamba2_is_called_once_a_fragment(seed: int, way: str) -> None:
     print("seed", seed)
     plan = random_plan(np.random.default_rng(seed), most_tokens=40, most_ranks=4)
-    total = plan.total_tokens
+    total, heads = plan.total_tokens, 2 * plan.cp_size
     torch.manual_seed(seed)
-    x, dt = torch.randn(total, 4, 3), torch.randn(total, 4)
+    x, dt = torch.randn(total, heads, 3), torch.randn(total, heads)
     B, C = torch.randn(total, 2, 5), torch.randn(total, 2, 5)
-    A, D, bias = -torch.rand(4), torch.randn(4), torch.randn(4)
-    weight = torch.randn(total, 4, 3)
+    A, D, bias = -torch.rand(heads), torch.randn(heads), torch.randn(heads)
+    weight = torch.randn(total, heads, 3)
     options = {"dt_bias": bias, "dt_softplus": True, "dt_limit": (0.1, 2.0)}
     document = np.searchsorted(plan.cu_seqlens, np.arange(total), side="right") - 1
     seq_idx = torch.from_numpy(document.astype(np.int32))[None]
     calls = []
 
     def whole(x, dt, B, C):
-        zero = x.new_zeros(1, 4, 3, 5)
+        zero = x.new_zeros(1, heads, 3, 5)
         parts = (t[None] for t in (x, dt))
         return mamba_chunk_scan_combined(
             *parts, A, B[None], C[None], 4, D=D, initial_states=zero, seq_idx=seq_idx, return_final_states=True,
@@ -139,12 +141,13 @@ def test_mamba2_is_called_once_a_fragment(seed: int) -> None:
         return mamba_chunk_scan_combined(*args, **kwargs)
 
     def by_plan(transport, x, dt, B, C):
-        return run_mamba2(counted, x, dt, A, B, C, 4, plan, transport, D=D, **options)
+        return run_mamba2(counted, x, dt, A, B, C, 4, plan, transport, D=D, way=way, **options)
 
     tensors = [x, dt, B, C]
     check_ranks(plan, by_plan, tensors, with_gradients(whole, tensors, weight), weight, 2e-4)  # states are float32
-    fragments = sum(map(len, plan.fragments().ranges))
-    assert len(calls) == fragments * (2 if len(plan.fragments().passes) else 1)
+    held = contiguous_fragments(plan) if way == "contiguous" else plan.fragments()
+    fragments = plan.cp_size if way == "heads" else sum(map(len, held.ranges))
+    assert len(calls) == fragments * (2 if way != "heads" and len(held.passes) else 1)
 
 
 # A module of the library that transformers looks for, and the function that it takes from there.

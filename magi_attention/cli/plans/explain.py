@@ -11,6 +11,7 @@ from magi_attention.cli.common import UsageError, make_folder, show_table
 from magi_attention.cli.plans.budget import budget_of, check_budget_options, rates_of, show_budget
 from magi_attention.cli.plans.masks import build_mask, check_options
 from magi_attention.cli.plans.memory import memory_of, read_memory_options, show_memory
+from magi_attention.cli.plans.recurrent import recurrent_shape, show_recurrent
 from magi_attention.errors import ContractError, NoBackendError, UnsupportedError
 
 FOLDER = "runs/explain"  # default of --out
@@ -229,14 +230,14 @@ def command_explain(args: argparse.Namespace) -> int:
     check_options(args)
     check_budget_options(args)
     read_memory_options(args)
-    about_heads = assume_heads(args)
+    about_heads, recurrent = assume_heads(args), recurrent_shape(args.recurrent)
     args.plan_rates = rates_of(args) if args.rates else None
     mask = build_mask(args)
     out = make_folder(args.out or FOLDER, "--out") if args.pictures and not args.json else None
     started = time.perf_counter()
     plan = plan_for(mask, args.cp, args, args.dispatch, args.query_moves)
     seconds = time.perf_counter() - started
-    numbers = explain(plan)
+    numbers = explain(plan, recurrent=recurrent)
     links = links_of(mask, plan, args)
     budget = budget_of(plan, args, plan_for) if args.budget else None
     memory = None if args.shape is None else memory_of(plan, args)
@@ -256,6 +257,8 @@ def command_explain(args: argparse.Namespace) -> int:
         sizes = ", ".join(dict.fromkeys(str(len(ranks)) for ranks in links["nodes"]))
         show_table(f"Links, {len(links['nodes'])} nodes of {sizes} ranks, K and V", describe.link_table(links))
         print(about_node_transport())
+    if recurrent is not None:
+        show_recurrent(numbers["recurrent"], args.recurrent)
     if budget is not None:
         show_budget(budget)
     if memory is not None:

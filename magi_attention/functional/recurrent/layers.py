@@ -1,71 +1,156 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A kernel for packed documents, run over the fragments of all ranks."""
+"""A kernel for packed documents, run over the tokens of all ranks: by states, contiguous shards, or heads."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
 from magi_attention.common.infer import CuSeqlens
 from magi_attention.common.plan_cache import Kind, on_gpu
 from magi_attention.errors import ContractError
-from magi_attention.functional.recurrent.states import pass_states
 from magi_attention.functional.tokens.layout import TokenLayout
+from magi_attention.functional.recurrent.layouts import LayerLayout
+from magi_attention.functional.recurrent.states import Held, Key, pass_states
+from magi_attention.meta.recurrent.ways import WAYS, Input, LayerBytes, Moved, WayCounts, part_of
 
-Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-_SEGMENTS: Kind[tuple[torch.device], tuple[torch.Tensor, ...]] = Kind("segments of fragments", on_gpu)
+Kernel = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+_SEGMENTS: Kind[Key, tuple[torch.Tensor, ...]] = Kind("segments of fragments", on_gpu)
+_COUNTS: Kind[Key, WayCounts] = Kind("counts of ways", lambda _: [])
 
 
-def segments(
-    layout: TokenLayout, device: torch.device, cu_seqlens: CuSeqlens | None = None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+class Layer(NamedTuple):
+    """Arguments of ``api.run_recurrent``."""
+
+    kernel: Kernel
+    value: torch.Tensor  # (T, H, V)
+    key_dim: int
+    inputs: tuple[torch.Tensor, ...] = ()  # (T, h, ...)
+    parameters: tuple[torch.Tensor, ...] = ()  # (h, ...)
+    log_decay: torch.Tensor | None = None  # (T, H) or (T, H, K)
+    state_dtype: torch.dtype = torch.float32
+
+    def bytes(self, world: int) -> LayerBytes:
+        """What ``meta.recurrent.ways`` counts by."""
+        (_, heads, width), of_state, decay = self.value.shape, self.state_dtype.itemsize, self.log_decay
+        moved = [_input(x) for x in (self.value, *self.inputs)]
+        fixed = [Input(None, p.shape[0], 0) for p in self.parameters]
+        transition = heads * self.key_dim**2 if decay is None else decay.shape[1:].numel()
+        with_decay = moved if decay is None else [*moved, _input(decay)]  # by heads no state passes
+        return LayerBytes(
+            heads * self.key_dim * width * of_state, transition * of_state,
+            Moved.of((x.dtype, x.heads * x.bytes) for x in with_decay), part_of([*moved, *fixed], heads, world),
+            heads * width * self.value.element_size(),
+        )  # fmt: skip
+
+
+def _input(x: torch.Tensor) -> Input:
+    return Input(x.dtype, x.shape[1], x.shape[2:].numel() * x.element_size())
+
+
+def segments(held: Held, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """``Fragments.segments``, ``first_segments`` and ``last_segments`` of this rank as int64 tensors on ``device``."""
 
     def make() -> tuple[torch.Tensor, ...]:
-        fragments, rank = layout.plan.fragments(cu_seqlens), layout.rank
-        arrays = fragments.segments(rank), fragments.first_segments(rank), fragments.last_segments(rank)
+        found, rank = held.fragments, held.rank
+        arrays = found.segments(rank), found.first_segments(rank), found.last_segments(rank)
         return tuple(torch.from_numpy(array).to(device) for array in arrays)
 
-    if cu_seqlens is not None:
-        bounds, first, last = make()
-    else:
-        bounds, first, last = layout.cache.get(_SEGMENTS, (device,), make)
+    bounds, first, last = held.layout.cache.get(_SEGMENTS, (*held.key, device), make)
     return bounds, first, last
 
 
-def decay_of_fragments(
-    log_decay: torch.Tensor, layout: TokenLayout, cu_seqlens: CuSeqlens | None = None
-) -> torch.Tensor:
+def decay_of_fragments(log_decay: torch.Tensor, held: Held) -> torch.Tensor:
     """``(F, ...)``: the product of the decays in the last segment of each fragment; ``log_decay`` ``(T, ...)``."""
-    layout.check_rows(log_decay, 0, layout.num_local, "decay_of_fragments")
-    bounds, _, last = segments(layout, log_decay.device, cu_seqlens)
+    bounds, _, last = segments(held, log_decay.device)
     sums = log_decay.double().cumsum(0)  # as differences of sums over all tokens are taken
     sums = torch.cat([torch.zeros_like(sums[:1]), sums])
     return (sums[bounds[last + 1]] - sums[bounds[last]]).exp().to(log_decay.dtype)
 
 
-def run_recurrent(
-    kernel: Kernel, value: torch.Tensor, key_dim: int, layout: TokenLayout, transition: torch.Tensor | None,
-    state_dtype: torch.dtype, cu_seqlens: CuSeqlens | None,
-) -> torch.Tensor:  # fmt: skip
-    """See ``api.recurrent.run_recurrent``."""
-    if value.dim() != 3 or value.shape[0] != layout.num_local:
+def choose_way(layer: Layer, layout: TokenLayout, cu_seqlens: CuSeqlens | None, way: str = "auto") -> str:
+    """The one of ``WAYS`` that is asked for, or moves least. ``ContractError`` for arguments that do not fit."""
+    try:
+        _check(layer, layout, way)
+    except Exception as exc:
+        layout.transport.decline(exc, layer.value, "run_recurrent")
+        raise
+    if way != "auto":
+        return way
+    if not layer.inputs or layout.transport.size == 1:
+        return "states"
+    key = Held.of(layout, "states", cu_seqlens).key
+    counts = layout.cache.get(_COUNTS, key, lambda: WayCounts.of(layout.plan, cu_seqlens))
+    return counts.cheapest(layer.bytes(layout.transport.size))
+
+
+def _check(layer: Layer, layout: TokenLayout, way: str) -> None:
+    value, rows = layer.value, layout.num_local
+    if value.dim() != 3 or value.shape[0] != rows:
+        raise ContractError(f"value has shape {tuple(value.shape)}; give (T, H, V) with this rank's {rows} tokens.")
+    for x in layer.inputs:
+        if x.dim() < 2 or x.shape[0] != rows:
+            raise ContractError(
+                f"An input has shape {tuple(x.shape)}; give (T, heads, ...) with the {rows} tokens of this rank."
+            )
+    decay, heads = layer.log_decay, value.shape[1]
+    if decay is not None and tuple(decay.shape) not in ((rows, heads), (rows, heads, layer.key_dim)):
         raise ContractError(
-            f"value has shape {tuple(value.shape)}; give (T, H, V) with the {layout.num_local} tokens of this rank."
+            f"log_decay has shape {tuple(decay.shape)}; give (T, H) or (T, H, K), that is {(rows, heads)} or "
+            f"{(rows, heads, layer.key_dim)}."
         )
-    bounds, first, last = segments(layout, value.device, cu_seqlens)
+    if way not in ("auto", *WAYS):
+        raise ContractError(f"way is {way!r}; give one of auto, {', '.join(WAYS)}.")
+    if way in ("contiguous", "heads") and not layer.inputs:
+        raise ContractError(f"way is {way!r}, and what the kernel holds does not move along; give it as inputs=.")
+    if way == "heads" and layer.bytes(layout.transport.size).part is None:
+        raise ContractError(
+            f"The heads of values, {heads}, or of inputs do not divide by {layout.transport.size} ranks; give "
+            'way="states" or "contiguous".'
+        )
+
+
+def run_recurrent(layer: Layer, layout: TokenLayout, cu_seqlens: CuSeqlens | None, way: str) -> torch.Tensor:
+    """See ``api.recurrent.run_recurrent``."""
+    way = choose_way(layer, layout, cu_seqlens, way)
+    held = Held.of(layout, way, cu_seqlens)
+    if way == "states":
+        return _run(layer, held)
+    place = LayerLayout(layout, way, layer.value.shape[1])
+    decay = None if way == "heads" else layer.log_decay  # no state passes by heads
+    value, *inputs = place.inwards([layer.value, *layer.inputs, *([] if decay is None else [decay])])
+    decay = None if decay is None else inputs.pop()
+    parameters = tuple(map(place.own_heads, layer.parameters))
+    moved = layer._replace(value=value, inputs=tuple(inputs), parameters=parameters, log_decay=decay)
+    out = _run(moved, held)
+    if out.dim() < 2 or tuple(out.shape[:2]) != tuple(value.shape[:2]):
+        raise ContractError(
+            f"The kernel's out has shape {tuple(out.shape)}; with way={way!r} it is (T, H, ...), here "
+            f"{tuple(value.shape[:2])} and more."
+        )
+    return place.outwards(out)
+
+
+def _run(layer: Layer, held: Held) -> torch.Tensor:
+    """On the tokens that this rank holds, with states passed between ranks."""
+    value, dtype = layer.value, layer.state_dtype
+    bounds, first, last = segments(held, value.device)
     count, (_, heads, width) = len(bounds) - 1, value.shape
-    zero = value.new_zeros((count, heads, key_dim, width), dtype=state_dtype)
-    if not len(layout.plan.fragments(cu_seqlens).passes):
-        return kernel(value, zero, bounds)[0]
-    final = kernel(value, zero, bounds)[1].index_select(0, last)
-    if transition is None:
-        identity = torch.eye(key_dim, dtype=state_dtype, device=value.device).expand(count, heads, -1, -1)
-        nothing = value.new_zeros((len(value), heads, key_dim))
-        transition = kernel(nothing, identity.contiguous(), bounds)[1].index_select(0, last)
-    came = pass_states(transition, final, layout, cu_seqlens)
-    return kernel(value, zero.index_copy(0, first, came), bounds)[0]
+    zero = value.new_zeros((count, heads, layer.key_dim, width), dtype=dtype)
+    rest = (*layer.inputs, *layer.parameters)
+    if not len(held.fragments.passes):
+        return layer.kernel(value, zero, bounds, *rest)[0]
+    final = layer.kernel(value, zero, bounds, *rest)[1].index_select(0, last)
+    if layer.log_decay is not None:
+        transition = decay_of_fragments(layer.log_decay.to(dtype), held)
+    else:
+        identity = torch.eye(layer.key_dim, dtype=dtype, device=value.device).expand(count, heads, -1, -1)
+        nothing = value.new_zeros((len(value), heads, layer.key_dim))
+        transition = layer.kernel(nothing, identity.contiguous(), bounds, *rest)[1].index_select(0, last)
+    came = pass_states(transition, final, held)
+    return layer.kernel(value, zero.index_copy(0, first, came), bounds, *rest)[0]
 
 
-__all__ = ["Kernel", "decay_of_fragments", "run_recurrent", "segments"]
+__all__ = ["Kernel", "Layer", "choose_way", "decay_of_fragments", "run_recurrent", "segments"]

@@ -9,23 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from magi_attention.common.plan_cache import Kind, on_gpu
 from magi_attention.functional.tokens.layout import TokenLayout
-
-Ints = NDArray[np.int64]
-
-
-class Wanted(NamedTuple):
-    """(N,) each, of one rank: the owner of each row, -1 for zeros, and the row there."""
-
-    owner: Ints
-    row: Ints
+from magi_attention.meta.recurrent.tables import Ints, Wanted
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,4 +136,4 @@ class _GiveBack(torch.autograd.Function):
 _apply_fetch: Callable[..., torch.Tensor] = _Fetch.apply
 _apply_give_back: Callable[..., torch.Tensor] = _GiveBack.apply
 
-__all__ = ["RowExchange", "RowRoute", "Wanted"]
+__all__ = ["RowExchange", "RowRoute"]

@@ -14,6 +14,7 @@ the other end; that of B is the same, and that of A its product with the incomin
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,15 +22,18 @@ import torch
 
 from magi_attention.common.infer import CuSeqlens
 from magi_attention.common.plan_cache import Kind, on_gpu
-from magi_attention.config.links import NCCL_BYTES_PER_S, NCCL_LATENCY_S
 from magi_attention.errors import ContractError
-from magi_attention.functional.recurrent.rows import Ints, RowExchange
-from magi_attention.functional.recurrent.schedule import ChainStep, Gathered, Line, chain
 from magi_attention.functional.tokens.layout import TokenLayout
+from magi_attention.functional.recurrent.rows import RowExchange
+from magi_attention.meta.fragments import Fragments
+from magi_attention.meta.recurrent.schedule import ChainStep, Gathered, Line, chain
+from magi_attention.meta.recurrent.tables import Ints, contiguous_fragments, whole_fragments
+from magi_attention.meta.recurrent.ways import StateCounts
 
 Key = tuple[object, ...]
 WAYS = ("auto", "gather", "chain")
-_HOP_BYTES = NCCL_LATENCY_S * NCCL_BYTES_PER_S  # that a link moves while a collective begins
+_COUNTS: Kind[Key, StateCounts] = Kind("counts of states", lambda _: [])
+_FRAGMENTS: Kind[Key, Fragments] = Kind("fragments of a layer", lambda found: [found.cu_seqlens, *found.ranges])
 _LINES: Kind[Key, Line] = Kind("fragments in order", lambda line: [line.rank, line.number, line.takes, line.gives])
 _GATHERED: Kind[Key, Gathered] = Kind("needed summaries", lambda x: [*x.needed, *x.steps])
 _TENSORS: Kind[Key, list[list[torch.Tensor]]] = Kind("steps of states", on_gpu)
@@ -38,22 +42,38 @@ _CHAINS: Kind[Key, tuple[ChainStep, ...]] = Kind(
 )
 
 
-def pass_states(
-    transition: torch.Tensor, state: torch.Tensor, layout: TokenLayout, cu_seqlens: CuSeqlens | None = None,
-    way: str = "auto",
-) -> torch.Tensor:  # fmt: skip
+@dataclass(frozen=True, eq=False)
+class Held:
+    """What this rank holds while a layer runs, as number ``rank`` of ``fragments``: its own fragments ("states"), a
+    contiguous shard, or all tokens ("heads"). ``key`` tells these and the documents apart."""
+
+    layout: TokenLayout
+    fragments: Fragments
+    rank: int
+    key: Key
+
+    @classmethod
+    def of(cls, layout: TokenLayout, way: str, cu_seqlens: CuSeqlens | None) -> Held:
+        own = layout.plan.fragments(cu_seqlens)
+        key = (way, None if cu_seqlens is None else tuple(own.cu_seqlens.tolist()))
+        if way == "states":
+            return cls(layout, own, layout.rank, key)
+        make = {"contiguous": contiguous_fragments, "heads": whole_fragments}[way]
+        found = layout.cache.get(_FRAGMENTS, key, lambda: make(layout.plan, cu_seqlens))
+        return cls(layout, found, 0 if way == "heads" else layout.rank, key)
+
+
+def pass_states(transition: torch.Tensor, state: torch.Tensor, held: Held, way: str = "auto") -> torch.Tensor:
     """See ``api.recurrent.pass_states``."""
-    fragments = layout.plan.fragments(cu_seqlens)
-    count = len(fragments.ranges[layout.rank])
+    count = len(held.fragments.ranges[held.rank])
     try:
         _check(transition, state, count, way)
     except Exception as exc:
-        layout.transport.decline(exc, state, "pass_states")
+        held.layout.transport.decline(exc, state, "pass_states")
         raise
-    if not len(fragments.passes):
+    if not len(held.fragments.passes):
         return torch.zeros_like(state)
-    key = None if cu_seqlens is None else tuple(fragments.cu_seqlens.tolist())
-    return _apply(transition, state, _Passing(layout, key, way, False))
+    return _apply(transition, state, _Passing(held, way, False))
 
 
 def _check(transition: torch.Tensor, state: torch.Tensor, count: int, way: str) -> None:
@@ -78,43 +98,36 @@ def _check(transition: torch.Tensor, state: torch.Tensor, count: int, way: str) 
 
 
 class _Passing:
-    """One direction of the exchange of a layout's states. ``key`` tells the documents apart."""
+    """One direction of the exchange of states."""
 
-    def __init__(self, layout: TokenLayout, key: tuple[int, ...] | None, way: str, is_reverse: bool) -> None:
-        self.layout, self.key, self.way, self.is_reverse = layout, key, way, is_reverse
-        self.line = layout.cache.get(_LINES, (key, is_reverse), self._line)
-
-    def _line(self) -> Line:
-        return Line.of(self.layout.plan.fragments(self.key), self.is_reverse)
+    def __init__(self, held: Held, way: str, is_reverse: bool) -> None:
+        self.held, self.layout, self.way, self.is_reverse = held, held.layout, way, is_reverse
+        self.key = (*held.key, is_reverse)
+        self.line = self.layout.cache.get(_LINES, self.key, lambda: Line.of(held.fragments, is_reverse))
 
     def reversed(self) -> _Passing:
-        return _Passing(self.layout, self.key, self.way, not self.is_reverse)
+        return _Passing(self.held, self.way, not self.is_reverse)
 
     @property
     def stage(self) -> str:
         return "states of fragments" + (", backward" if self.is_reverse else "")
 
     def gathered(self, rank: int) -> Gathered:
-        name = (self.key, self.is_reverse, rank)
-        return self.layout.cache.get(_GATHERED, name, lambda: Gathered.of(self.line, rank))
+        return self.layout.cache.get(_GATHERED, (*self.key, rank), lambda: Gathered.of(self.line, rank))
 
     def find(self, transition: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
         """The states that come to this rank's fragments, zero where none does."""
-        is_chain = self.way == "chain" or (self.way == "auto" and self._is_chain_less(transition, state))
-        return (self._by_chain if is_chain else self._by_gather)(transition, state)
+        way = self._cheaper(transition, state) if self.way == "auto" else self.way
+        return (self._by_chain if way == "chain" else self._by_gather)(transition, state)
 
-    def _is_chain_less(self, transition: torch.Tensor, state: torch.Tensor) -> bool:
-        """Would the bytes of a chain, one state a step and each step the latency of a collective, be less than those
-        that the rank which needs most summaries gets at once?"""
-        of_state, of_transition = state[0].numel() * state.element_size(), transition[0].numel() * state.element_size()
-        needed = [self.gathered(rank).needed.owner for rank in range(self.line.world)]
-        most = max(int((owner != rank).sum()) for rank, owner in enumerate(needed))
-        return self.line.steps * (of_state + _HOP_BYTES) < most * (of_state + of_transition) + _HOP_BYTES
+    def _cheaper(self, transition: torch.Tensor, state: torch.Tensor) -> str:
+        counts = self.layout.cache.get(_COUNTS, self.key, lambda: StateCounts.of(self.line))
+        return counts.cheaper(*(x[0].numel() * x.element_size() for x in (state, transition)))[0]
 
     def _by_gather(self, transition: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
         world = self.line.world
         exchange = RowExchange(
-            self.layout, ("summaries", self.key, self.is_reverse), self.stage,
+            self.layout, ("summaries", *self.key), self.stage,
             lambda: [self.gathered(rank).needed for rank in range(world)],
         )  # fmt: skip
         got = exchange.move(torch.cat([transition.flatten(1), state.flatten(1)], dim=1))
@@ -128,7 +141,7 @@ class _Passing:
         return out
 
     def _by_chain(self, transition: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
-        name, out, given = ("chain", self.key, self.is_reverse), torch.zeros_like(state), state.clone()
+        name, out, given = ("chain", *self.key), torch.zeros_like(state), state.clone()
         steps = self.layout.cache.get(_CHAINS, name, lambda: chain(self.line))
         taken = self._tensors("takers", state.device, lambda: [(s.takers[self.layout.rank],) for s in steps])
         for k, (step, (takers,)) in enumerate(zip(steps, taken)):
@@ -144,7 +157,7 @@ class _Passing:
         def moved() -> list[list[torch.Tensor]]:
             return [[torch.from_numpy(rows).to(device) for rows in arrays] for arrays in make()]
 
-        return self.layout.cache.get(_TENSORS, (name, self.key, self.is_reverse, device), moved)
+        return self.layout.cache.get(_TENSORS, (name, *self.key, device), moved)
 
 
 def apply_transition(transition: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
@@ -172,8 +185,8 @@ class _PassStates(torch.autograd.Function):
         of_state = _apply(_transposed(transition), grad.contiguous(), passing.reversed())
         if not ctx.needs_input_grad[0]:
             return None, of_state, None
-        fragments, rank = passing.layout.plan.fragments(passing.key), passing.layout.rank
-        carried = of_state * torch.from_numpy(fragments.carries(rank)).to(grad.device).view(-1, 1, 1, 1)
+        carries = passing.held.fragments.carries(passing.held.rank)
+        carried = of_state * torch.from_numpy(carries).to(grad.device).view(-1, 1, 1, 1)
         if transition.dim() == 4:
             return carried @ came.mT, of_state, None
         of_transition = (carried * came).sum(dim=(-1, -2) if transition.dim() == 2 else -1)
@@ -183,4 +196,4 @@ class _PassStates(torch.autograd.Function):
 # With the types that torch does not give to ``apply``.
 _apply: Callable[..., torch.Tensor] = _PassStates.apply
 
-__all__ = ["WAYS", "apply_transition", "pass_states"]
+__all__ = ["WAYS", "Held", "apply_transition", "pass_states"]

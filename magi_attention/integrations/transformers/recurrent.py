@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from transformers.activations import ACT2FN
 
-from magi_attention.api import causal_conv1d, decay_of_fragments, run_recurrent
+from magi_attention.api import causal_conv1d, run_recurrent
 from magi_attention.errors import ContractError
 from magi_attention.functional.calls.attention_check import note_call
 from magi_attention.integrations.packing import LayerPlans
@@ -77,22 +77,24 @@ def _delta_rule(
     g: torch.Tensor, beta: torch.Tensor, use_qk_l2norm_in_kernel: bool = False, **_: Any,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
     """query, key (1, T, Hk, K), value (1, T, H, V), g (1, T, H) or (1, T, H, K), beta (1, T, H)."""
-    if _is_of_library(original):
-        parts = (x[0] for x in (query, key, g, beta))
-        packed = fla_kernel(original, *parts, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
-        return run_recurrent(packed, value[0], key.shape[-1], plans.full, plans.group)[None], None
+    options = {"use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel}
 
-    def kernel(value: torch.Tensor, initial: torch.Tensor, cu_seqlens: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def kernel(
+        value: torch.Tensor, initial: torch.Tensor, cu_seqlens: torch.Tensor, *inputs: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        query, key, g, beta = (x[None] for x in inputs)
+
         def segment(at: slice, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            parts = [x[:, at] for x in (query, key, value[None])]
+            parts = (x[:, at] for x in (query, key, value[None]))
             return original(
-                *parts, g=g[:, at], beta=beta[:, at], initial_state=state, output_final_state=True,
-                use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-            )  # fmt: skip
+                *parts, g=g[:, at], beta=beta[:, at], initial_state=state, output_final_state=True, **options
+            )
 
         return _by_segments(segment, initial, cu_seqlens)
 
-    return run_recurrent(kernel, value[0], key.shape[-1], plans.full, plans.group)[None], None
+    function = fla_kernel(original, **options) if _is_of_library(original) else kernel
+    inputs = tuple(x[0] for x in (query, key, g, beta))
+    return run_recurrent(function, value[0], key.shape[-1], plans.full, plans.group, inputs=inputs)[None], None
 
 
 def _mamba2(
@@ -109,19 +111,27 @@ def _mamba2(
             dt_limit=dt_limit,
         )[None]  # fmt: skip
 
-    def kernel(value: torch.Tensor, initial: torch.Tensor, cu_seqlens: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    given = {name: x for name, x in (("D", D), ("dt_bias", dt_bias)) if x is not None}
+
+    def kernel(
+        value: torch.Tensor, initial: torch.Tensor, cu_seqlens: torch.Tensor, *rest: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        dt, B, C, A, *parameters = rest
+
         def segment(at: slice, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             out, final = original(
-                value[None, at], dt[:, at], A, B[:, at], C[:, at], chunk_size=chunk_size, D=D, dt_bias=dt_bias,
+                *(x[None, at] for x in (value, dt)), A, *(x[None, at] for x in (B, C)), chunk_size=chunk_size,
                 initial_states=state.mT, dt_softplus=dt_softplus, dt_limit=dt_limit, return_final_states=True,
+                **dict(zip(given, parameters)),
             )  # fmt: skip
             return out, final.mT
 
         return _by_segments(segment, initial, cu_seqlens)
 
-    step = mamba2_step(dt[0], dt_bias, dt_softplus, dt_limit)
-    decay = decay_of_fragments(A.float() * step, plans.full, plans.group)
-    out = run_recurrent(kernel, hidden_states[0], B.shape[-1], plans.full, plans.group, transition=decay)
+    out = run_recurrent(
+        kernel, hidden_states[0], B.shape[-1], plans.full, plans.group, inputs=(dt[0], B[0], C[0]),
+        parameters=(A, *given.values()), log_decay=A.float() * mamba2_step(dt[0], dt_bias, dt_softplus, dt_limit),
+    )  # fmt: skip
     return out[None]
 
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from magi_attention.functional.recurrent.rows import Ints, Wanted
 from magi_attention.meta.fragments import Fragments
+from magi_attention.meta.recurrent.tables import Ints, Wanted
 
 
 @dataclass(frozen=True, eq=False)
