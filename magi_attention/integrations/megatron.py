@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, get_module
@@ -29,8 +30,8 @@ from megatron.core.transformer.utils import is_layer_window_attention, make_shar
 
 from magi_attention.api import Plan, attend
 from magi_attention.errors import ContractError, UnsupportedError
-from magi_attention.integrations.shared.thd_documents import DocumentCache, Documents
-from magi_attention.integrations.zigzag import zigzag_plan
+from magi_attention.integrations.megatron_gated_delta import PlannedGatedDeltaNet
+from magi_attention.integrations.shared.megatron_plans import plan_of_batch
 
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
 _STACK = ("attention_layer", "mla_layer", "dsa_layer", "gdn_layer", "mamba_layer")
@@ -39,8 +40,9 @@ _STACK = ("attention_layer", "mla_layer", "dsa_layer", "gdn_layer", "mamba_layer
 def use_magi(spec: ModuleSpec) -> ModuleSpec:
     """A copy of a spec whose self-attention is ours: of a layer, a block, or the stack of ``HybridModel``.
 
-    Cross-attention stays as it is, and so do Mamba and gated delta-net layers, for one context-parallel rank: with more
-    the model is refused by ``UnsupportedError`` when it is built. ``ContractError`` if the spec has no self-attention.
+    Gated delta nets compute by the plans of attention, too. Cross-attention stays as it is, and so do Mamba layers, for
+    one context-parallel rank: with more the model is refused by ``UnsupportedError`` when it is built.
+    ``ContractError`` if the spec has no self-attention.
     """
     parts = copy.copy(spec.submodules)
     names = [name for name in _STACK if isinstance(getattr(parts, name, None), ModuleSpec)]
@@ -70,6 +72,9 @@ def _with_ours(layer: ModuleSpec) -> ModuleSpec:
     name, mixer, parts = _mixer_of(layer)
     if hasattr(parts, "core_attention"):
         ours = replace(mixer, submodules=replace(parts, core_attention=CoreAttention))
+        return replace(layer, submodules=replace(layer.submodules, **{name: ours}))
+    if parts is not None and get_module(mixer) is GatedDeltaNet:
+        ours = replace(mixer, module=PlannedGatedDeltaNet)
         return replace(layer, submodules=replace(layer.submodules, **{name: ours}))
     if parts is not None:
         return replace(layer, module=_on_one_rank(get_module(layer), get_module(mixer).__name__))
@@ -182,25 +187,11 @@ class CoreAttention(MegatronModule):
         kind = self.attn_mask_type if attn_mask_type is None else attn_mask_type
         _check_mask(kind, attention_mask)
         is_causal = kind in _CAUSAL
+        plan, group = plan_of_batch(packed_seq_params, query.shape[0], self.cp_group, is_causal, self.window)
         if packed_seq_params is not None:
-            group = self.cp_group if packed_seq_params.cp_group is None else packed_seq_params.cp_group
-            plan = self._plan(_documents.read(packed_seq_params), query, group, is_causal)
             return self._attend(query, key, value, plan, group)
-        cp_size = 1 if self.cp_group is None else self.cp_group.size()
-        whole = Documents((0, query.shape[0] * cp_size))
-        plan = self._plan(whole, query[:, 0], self.cp_group, is_causal)
-        rows = [self._attend(query[:, b], key[:, b], value[:, b], plan, self.cp_group) for b in range(query.shape[1])]
+        rows = [self._attend(query[:, b], key[:, b], value[:, b], plan, group) for b in range(query.shape[1])]
         return torch.stack(rows, dim=1)
-
-    def _plan(self, documents: Documents, q_THD: torch.Tensor, group: Any, is_causal: bool) -> Plan:
-        cp_size, rows, end = 1 if group is None else group.size(), q_THD.shape[0], documents.bounds[-1]
-        if end != rows * cp_size:
-            each = f", with each document a multiple of {2 * cp_size} tokens" if cp_size > 1 else ""
-            raise ContractError(
-                f"{documents.name} ends at {end}, but the sequence has {cp_size} x {rows} tokens; give "
-                f"cu_seqlens_q_padded that counts all pads in{each}."
-            )
-        return zigzag_plan(documents.bounds, cp_size, is_causal, self.window, documents.lengths)
 
     def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan, group: Any) -> torch.Tensor:
         sink = None if self.softmax_offset is None else self.softmax_offset[None].float()
@@ -229,7 +220,5 @@ def _check_mask(kind: AttnMaskType, mask: torch.Tensor | None) -> None:
     if mask is not None and kind is not AttnMaskType.causal:
         raise UnsupportedError(f"attention_mask is a tensor, and {kind} reads it; give documents by packed_seq_params.")
 
-
-_documents = DocumentCache()  # layers share it
 
 __all__ = ["CoreAttention", "use_magi"]

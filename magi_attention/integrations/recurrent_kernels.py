@@ -67,6 +67,36 @@ def attn_gym_kernel(function: Function, **options: Any) -> Kernel:
     return kernel
 
 
+def delta_rule_by_segments(function: Function, **options: Any) -> Kernel:
+    """``fla_kernel`` for a function with the same arguments that takes one document a call, as torch's of transformers
+    and Megatron-Core."""
+
+    def kernel(
+        value: torch.Tensor, initial_state: torch.Tensor, cu_seqlens: torch.Tensor, *inputs: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        q, k, g, beta = (x[None] for x in inputs)
+
+        def segment(at: slice, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            parts = (x[:, at] for x in (q, k, value[None]))
+            return function(
+                *parts, g=g[:, at], beta=beta[:, at], initial_state=state, output_final_state=True, **options
+            )
+
+        return by_segments(segment, initial_state, cu_seqlens)
+
+    return kernel
+
+
+def by_segments(
+    segment: Callable[[slice, torch.Tensor], tuple[torch.Tensor, torch.Tensor]], initial: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """``segment(rows, state (1, H, K, V)) -> (out (1, T, ...), state)`` for one segment after another."""
+    bounds = cu_seqlens.tolist()
+    parts = [segment(slice(a, b), initial[i : i + 1]) for i, (a, b) in enumerate(zip(bounds[:-1], bounds[1:]))]
+    return torch.cat([out[0] for out, _ in parts]), torch.cat([final for _, final in parts]).to(initial.dtype)
+
+
 def run_mamba2(
     function: Function,
     x: torch.Tensor,
@@ -154,4 +184,4 @@ def mamba2_step(
     return (F.softplus(step) if dt_softplus else step).clamp(*dt_limit)
 
 
-__all__ = ["attn_gym_kernel", "fla_kernel", "mamba2_step", "run_mamba2"]
+__all__ = ["attn_gym_kernel", "by_segments", "delta_rule_by_segments", "fla_kernel", "mamba2_step", "run_mamba2"]

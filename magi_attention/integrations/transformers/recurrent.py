@@ -21,7 +21,13 @@ from magi_attention.api import causal_conv1d, run_recurrent
 from magi_attention.errors import ContractError
 from magi_attention.functional.calls.attention_check import note_call
 from magi_attention.integrations.packing import LayerPlans
-from magi_attention.integrations.recurrent_kernels import fla_kernel, mamba2_step, run_mamba2
+from magi_attention.integrations.recurrent_kernels import (
+    by_segments,
+    delta_rule_by_segments,
+    fla_kernel,
+    mamba2_step,
+    run_mamba2,
+)
 from magi_attention.integrations.shared.recurrent_layers import CONVOLUTION, FUSED, SCANS, is_marked, mark
 
 Function = Callable[..., Any]
@@ -77,22 +83,8 @@ def _delta_rule(
     g: torch.Tensor, beta: torch.Tensor, use_qk_l2norm_in_kernel: bool = False, **_: Any,
 ) -> tuple[torch.Tensor, None]:  # fmt: skip
     """query, key (1, T, Hk, K), value (1, T, H, V), g (1, T, H) or (1, T, H, K), beta (1, T, H)."""
-    options = {"use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel}
-
-    def kernel(
-        value: torch.Tensor, initial: torch.Tensor, cu_seqlens: torch.Tensor, *inputs: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        query, key, g, beta = (x[None] for x in inputs)
-
-        def segment(at: slice, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            parts = (x[:, at] for x in (query, key, value[None]))
-            return original(
-                *parts, g=g[:, at], beta=beta[:, at], initial_state=state, output_final_state=True, **options
-            )
-
-        return _by_segments(segment, initial, cu_seqlens)
-
-    function = fla_kernel(original, **options) if _is_of_library(original) else kernel
+    adapter = fla_kernel if _is_of_library(original) else delta_rule_by_segments
+    function = adapter(original, use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel)
     inputs = tuple(x[0] for x in (query, key, g, beta))
     return run_recurrent(function, value[0], key.shape[-1], plans.full, plans.group, inputs=inputs)[None], None
 
@@ -126,7 +118,7 @@ def _mamba2(
             )  # fmt: skip
             return out, final.mT
 
-        return _by_segments(segment, initial, cu_seqlens)
+        return by_segments(segment, initial, cu_seqlens)
 
     out = run_recurrent(
         kernel, hidden_states[0], B.shape[-1], plans.full, plans.group, inputs=(dt[0], B[0], C[0]),
@@ -140,15 +132,6 @@ def _is_of_library(function: Function) -> bool:
     if not inspect.isfunction(function):
         return False
     return bool(inspect.getclosurevars(function).nonlocals.get("is_new_implementation"))
-
-
-def _by_segments(
-    segment: Callable[[slice, torch.Tensor], tuple[torch.Tensor, torch.Tensor]], initial: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    bounds = cu_seqlens.tolist()
-    parts = [segment(slice(a, b), initial[i : i + 1]) for i, (a, b) in enumerate(zip(bounds[:-1], bounds[1:]))]
-    return torch.cat([out[0] for out, _ in parts]), torch.cat([final for _, final in parts]).to(initial.dtype)
 
 
 def _nothing(*_: Any, **__: Any) -> None:

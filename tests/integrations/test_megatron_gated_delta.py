@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gated delta nets of Megatron-Core's HybridModel: packed documents on one, two and three ranks, beside each document
+alone through Megatron's own layer."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("megatron.core", reason="needs megatron-core; ci/integrations installs it")
+
+from starting import launch  # noqa: E402
+
+SCRIPT = "use_megatron_gated_delta.py"
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory) -> dict:
+    settings = {"own": True, "deterministic": False}
+    return launch(tmp_path_factory.mktemp("alone"), settings, 1, SCRIPT)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "is_deterministic"),
+    [
+        (1, False),
+        (2, False),
+        pytest.param(3, False, marks=pytest.mark.nightly),
+        pytest.param(2, True, marks=pytest.mark.nightly),
+    ],
+)
+def test_packed_documents_are_as_alone(alone, tmp_path, ranks: int, is_deterministic: bool) -> None:
+    """Heads do not divide by two ranks. In the deterministic mode the recurrence is Megatron's own, in chunks."""
+    got = launch(tmp_path, {"own": False, "deterministic": is_deterministic}, ranks, SCRIPT)
+    assert abs(got["loss"] - alone["loss"]) <= 1e-5 * alone["loss"] and got["grads"].keys() == alone["grads"].keys()
+    for name, values in alone["grads"].items():
+        want, found = torch.tensor(values), torch.tensor(got["grads"][name])
+        assert (found - want).norm() <= 1e-5 * want.norm() and want.norm() > 0, name

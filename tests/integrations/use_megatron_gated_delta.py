@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A HybridModel of gated delta nets and attention over context-parallel ranks; started as ``train_tiny.py``.
+
+It gives the loss and all gradients of packed documents, or of each document alone through Megatron's own layer.
+
+flash-linear-attention needs a GPU, so functions with its names and arguments stand in its place.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from recurrent_stand_ins import chunk_gated_delta_rule
+
+BOUNDS = [0, 24, 36, 60]  # each a multiple of twice the ranks
+PATTERN = "G*G-"
+
+
+def causal_conv1d(x, weight, bias, activation, initial_state, output_final_state, cu_seqlens):
+    """Of one document."""
+    assert activation == "silu" and initial_state is None and not output_final_state and cu_seqlens is None
+    padded = F.pad(x.mT, (weight.shape[1] - 1, 0))
+    return F.silu(F.conv1d(padded, weight[:, None], bias, groups=len(weight)).mT), None
+
+
+def l2norm(x):
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
+
+
+def install_stand_ins() -> None:
+    for name, function in (
+        ("fla.modules.convolution", causal_conv1d),
+        ("fla.modules.l2norm", l2norm),
+        ("fla.ops.gated_delta_rule", chunk_gated_delta_rule),
+    ):
+        module = sys.modules[name] = ModuleType(name)
+        setattr(module, function.__name__, function)
+    for name in ("fla", "fla.modules", "fla.ops"):
+        sys.modules[name] = ModuleType(name)
+    torch.cuda.current_device = lambda: "cpu"  # where Megatron puts parameters of this layer
+
+
+os.environ["TORCHDYNAMO_DISABLE"] = "1"  # Megatron compiles parts of it
+install_stand_ins()
+
+from megatron.core import parallel_state  # noqa: E402
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
+from megatron.core.models.hybrid.hybrid_model import HybridModel  # noqa: E402
+from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules  # noqa: E402
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear  # noqa: E402
+from megatron.core.transformer.spec_utils import ModuleSpec  # noqa: E402
+from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules  # noqa: E402
+from train_tiny import leave  # noqa: E402
+from use_megatron import VOCABULARY, fill, local_rows, stack_spec  # noqa: E402
+
+from magi_attention.integrations.megatron import use_magi  # noqa: E402
+from magi_attention.integrations.megatron_gated_delta import PlannedGatedDeltaNet  # noqa: E402
+
+
+def make_model(cp: int, is_own: bool, is_deterministic: bool) -> HybridModel:
+    """``is_own``: with Megatron's gated delta net. Its three heads do not divide by two ranks."""
+    config = TransformerConfig(
+        num_layers=len(PATTERN), hidden_size=24, num_attention_heads=4, num_query_groups=2, use_cpu_initialization=True,
+        perform_initialization=False, attention_dropout=0.0, hidden_dropout=0.0, bias_dropout_fusion=False,
+        masked_softmax_fusion=False, context_parallel_size=cp, is_hybrid_model=True, linear_conv_kernel_dim=4,
+        activation_func=F.silu, linear_key_head_dim=4, linear_value_head_dim=8, linear_num_key_heads=3,
+        linear_num_value_heads=3, deterministic_mode=is_deterministic, add_bias_linear=False,
+    )  # fmt: skip
+    own = get_gpt_layer_local_spec().submodules
+    parts = GatedDeltaNetSubmodules(ColumnParallelLinear, own.input_layernorm, RowParallelLinear)
+    gdn = TransformerLayerSubmodules(
+        input_layernorm=own.input_layernorm, self_attention=ModuleSpec(GatedDeltaNet, submodules=parts),
+        self_attn_bda=own.self_attn_bda,
+    )  # fmt: skip
+    given = stack_spec(gdn_layer=ModuleSpec(TransformerLayer, submodules=gdn))
+    spec = use_magi(given)
+    if is_own:
+        spec.submodules.gdn_layer = given.submodules.gdn_layer
+    model = HybridModel(
+        config, spec, VOCABULARY, BOUNDS[-1], hybrid_layer_pattern=PATTERN, position_embedding_type="learned_absolute"
+    )
+    kinds = {type(layer) for layer in model.modules() if isinstance(layer, GatedDeltaNet)}
+    assert kinds == {GatedDeltaNet if is_own else PlannedGatedDeltaNet}
+    fill(model, 1, 0)
+    return model
+
+
+def main(out: str, settings: dict) -> None:
+    dist.init_process_group("gloo")
+    cp = dist.get_world_size()
+    parallel_state.initialize_model_parallel(context_parallel_size=cp)
+    model = make_model(cp, settings["own"], settings["deterministic"])
+    generator = torch.Generator().manual_seed(1)
+    tokens, labels = torch.randint(0, VOCABULARY, (2, 1, BOUNDS[-1]), generator=generator)
+    positions = torch.arange(BOUNDS[-1])[None]
+    total = torch.zeros(())
+    if settings["own"]:
+        for a, b in zip(BOUNDS, BOUNDS[1:]):
+            total = total + model(tokens[:, a:b], positions[:, a:b], None, labels=labels[:, a:b]).sum()
+    else:
+        rows, cu = local_rows(BOUNDS, cp, dist.get_rank()), torch.tensor(BOUNDS, dtype=torch.int32)
+        packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu, cu_seqlens_kv=cu)
+        given = (x[:, rows] for x in (tokens, positions))
+        total = model(*given, None, labels=labels[:, rows], packed_seq_params=packed).sum()
+    total.backward()
+    loss, grads = total.detach(), {}
+    dist.all_reduce(loss)
+    for name, parameter in model.named_parameters():
+        dist.all_reduce(parameter.grad)
+        grads[name] = parameter.grad.flatten().tolist()
+    if dist.get_rank() == 0:
+        Path(out).write_text(json.dumps({"processes": cp, "loss": float(loss), "grads": grads}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], json.loads(sys.argv[2]))
+    leave()
