@@ -88,6 +88,16 @@ def test_dit_video():
     assert abs(other[0] - one[0]) > 1e-5
 
 
+def test_hybrid_stack():
+    two = line("hybrid_stack.py", 2)
+    with ThreadPoolExecutor(2) as pool:
+        given = [line("hybrid_stack.py", 1), two, f"{two} --way heads"]
+        one, *others = pool.map(lambda command: start(command, ROOT)[0], given)
+    assert len(one) == 8 and one[-1] < 0.5 * one[0]
+    for losses in others:
+        np.testing.assert_allclose(losses, one, rtol=1e-5)
+
+
 @pytest.mark.nightly
 def test_grpo_log_probs():
     pytest.importorskip("transformers", reason="needs transformers; ci/integrations installs it")
