@@ -60,6 +60,7 @@ from cp_torch import TorchContextParallel  # noqa: E402
 from cp_ulysses import Ulysses, Usp  # noqa: E402
 from kernel import make_inputs  # noqa: E402
 from masks import ALL_NAMES, NAMES, Case  # noqa: E402
+from parts import run_part, told  # noqa: E402
 from picture import draw  # noqa: E402
 from progress import steps  # noqa: E402
 from reference import GRAD_TOLERANCE, TOLERANCE, relative_error  # noqa: E402
@@ -78,6 +79,7 @@ PEERS: dict[str, Callable[[Setting], Peer]] = {
     "torch_cudnn": partial(TorchContextParallel, kernel="cudnn"),
     "torch_flash": partial(TorchContextParallel, kernel="flash"),
 }
+PARTS = {"recurrent": ("recurrent", "a gated delta layer by states, contiguous shards and heads")}
 # torch_flash is slower than torch_cudnn on Hopper; what moves is a question of its own.
 DEFAULT_PEERS = [name for name in PEERS if name not in ("torch_flash", *QUERY_MOVES)]
 
@@ -90,7 +92,7 @@ def odd(text: str) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], epilog=told(PARTS))
     add = parser.add_argument
     add("--masks", type=list_of(str, ALL_NAMES), default=list(NAMES), metavar="A,B", help=", ".join(ALL_NAMES))
     add("--tokens", type=list_of(parse_size), default="8K,16K", metavar="8K,16K", help="tokens per GPU (8K,16K)")
@@ -362,6 +364,8 @@ def run(bench: Bench) -> list[Cell]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    if (done := run_part(arguments, PARTS)) is not None:
+        return done
     options = make_parser().parse_args(arguments)
     if "RANK" not in os.environ:
         print("Start this with torchrun: torchrun --nproc-per-node 2 benchmarks/context_parallel.py", file=sys.stderr)

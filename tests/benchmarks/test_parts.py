@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import context_parallel
 import group_collectives
 import kernel
 import node_exchange
@@ -13,7 +14,7 @@ import planner
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PROGRAMS = {program.__name__: program for program in (group_collectives, kernel, planner)}
+PROGRAMS = {program.__name__: program for program in (context_parallel, group_collectives, kernel, planner)}
 PARTS = [(name, word) for name, program in PROGRAMS.items() for word in program.PARTS]
 
 
