@@ -93,17 +93,19 @@ def run_recurrent(
     ``way`` says what moves, forward and backward:
 
     * "states": states between fragments. The kernel is called for the states that segments leave, if states pass at
-      all, and with the states that came.
+      all, and with the states that came. The first call has only the segments whose state passes, as ``cu_seqlens``
+      says, where there are ``inputs`` and no ``log_decay``.
     * "contiguous": value and inputs to consecutive shards, out back, and states between the shards.
     * "heads": value and inputs to all tokens of ``H / cp_size`` heads, out back. H must divide by the ranks. Inputs
       and parameters of fewer heads are copied until theirs do. The kernel is called once.
     * "auto" takes the one that moves the fewest bytes, as ``plan.explain(recurrent=...)`` counts them. A kernel that
       holds its other inputs itself, so that there are no ``inputs``, runs by states.
 
-    Without ``log_decay`` the kernel is called once more where states pass, for the product of transitions, with values
-    of zero ``(T, H, K)`` and the identity as initial state. For layers that only decay their state (Mamba-2, gated
-    linear attention) ``log_decay`` ``(T, H)`` or ``(T, H, K)``, logarithms of each token's decay, save this call.
-    Returns ``out``, of any shape by states, else ``(T, H, ...)``. ``ContractError`` for shapes that do not fit.
+    Without ``log_decay`` the kernel is called once more where states go through a whole fragment, for the product of
+    transitions, with values of zero ``(T, H, K)`` and the identity as initial state. For layers that only decay their
+    state (Mamba-2, gated linear attention) ``log_decay`` ``(T, H)`` or ``(T, H, K)``, logarithms of each token's decay,
+    save this call. Returns ``out``, of any shape by states, else ``(T, H, ...)``. ``ContractError`` for shapes that do
+    not fit.
     """
     check_plan(plan)
     note_call(plan._mark)

@@ -182,6 +182,38 @@ def test_a_layer_that_decays_its_state_sends_no_matrices() -> None:
     assert delta.total * 65 == mamba.total * 128 and delta.exchanges == mamba.exchanges == 1
 
 
+# ---- runs of the kernel ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layer", ["gated_delta", "mamba2"])
+@pytest.mark.parametrize("seed", range(5))
+def test_summaries_take_the_tokens_that_pass_states(layer: str, seed: int) -> None:
+    """A delta rule runs once on all tokens, and beside that on the last document's part of fragments that give a state,
+    and of those that carry one through. A decay needs no third run."""
+    print("seed", seed)
+    plan = random_plan(np.random.default_rng(600 + seed))
+    fragments, has_decay = plan.fragments(), layer == "mamba2"
+
+    def rank(t):
+        seen, rows = [], plan.shard_sizes[t.rank]
+        x = torch.zeros(rows, 2, 3)
+
+        def kernel(value, initial, cu_seqlens, k):
+            assert len(k) == len(value) == cu_seqlens[-1] and len(initial) == len(cu_seqlens) - 1
+            seen.append(len(value))
+            return value, initial
+
+        decay = torch.zeros(rows, 2) if has_decay else None
+        run_recurrent(kernel, x, 3, plan, t, inputs=(x,), log_decay=decay, way="states")
+        if not len(fragments.passes) or has_decay:
+            return seen == [rows] * (1 + len(fragments.passes[:1]))
+        lengths = np.diff(fragments.segments(t.rank))[fragments.last_segments(t.rank)]
+        want = [int(lengths[which(t.rank)].sum()) for which in (fragments.gives, fragments.carries)]
+        return seen == [*filter(None, want), rows]
+
+    assert all(FakeWorld(plan.cp_size).run(rank))
+
+
 # ---- errors ---------------------------------------------------------------------------------------------
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from magi_attention.common.infer import CuSeqlens
@@ -14,10 +15,12 @@ from magi_attention.errors import ContractError
 from magi_attention.functional.tokens.layout import TokenLayout
 from magi_attention.functional.recurrent.layouts import LayerLayout
 from magi_attention.functional.recurrent.states import Held, Key, pass_states
+from magi_attention.meta.fragments import Bools
 from magi_attention.meta.recurrent.ways import WAYS, Input, LayerBytes, Moved, WayCounts, part_of
 
 Kernel = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 _SEGMENTS: Kind[Key, tuple[torch.Tensor, ...]] = Kind("segments of fragments", on_gpu)
+_LAST_ROWS: Kind[Key, tuple[torch.Tensor, ...]] = Kind("last segments of fragments", on_gpu)
 _COUNTS: Kind[Key, WayCounts] = Kind("counts of ways", lambda _: [])
 
 
@@ -142,15 +145,51 @@ def _run(layer: Layer, held: Held) -> torch.Tensor:
     rest = (*layer.inputs, *layer.parameters)
     if not len(held.fragments.passes):
         return layer.kernel(value, zero, bounds, *rest)[0]
-    final = layer.kernel(value, zero, bounds, *rest)[1].index_select(0, last)
     if layer.log_decay is not None:
+        final = layer.kernel(value, zero, bounds, *rest)[1].index_select(0, last)
         transition = decay_of_fragments(layer.log_decay.to(dtype), held)
     else:
-        identity = torch.eye(layer.key_dim, dtype=dtype, device=value.device).expand(count, heads, -1, -1)
-        nothing = value.new_zeros((len(value), heads, layer.key_dim))
-        transition = layer.kernel(nothing, identity.contiguous(), bounds, *rest)[1].index_select(0, last)
+        final = _states(layer, held, held.fragments.gives(held.rank), None)
+        identity = torch.eye(layer.key_dim, dtype=dtype, device=value.device).expand(heads, -1, -1)
+        transition = _states(layer, held, held.fragments.carries(held.rank), identity)
     came = pass_states(transition, final, held)
     return layer.kernel(value, zero.index_copy(0, first, came), bounds, *rest)[0]
+
+
+def _states(layer: Layer, held: Held, which: Bools, initial: torch.Tensor | None) -> torch.Tensor:
+    """``(F, H, K, ...)``: what the last segment of each fragment of ``which`` leaves, zero for others: of a zero state,
+    or of ``initial`` ``(H, K, K)`` with values of zero. The kernel runs on these tokens alone, where it has inputs."""
+    device, dtype, heads = layer.value.device, layer.state_dtype, layer.value.shape[1]
+    bounds, _, last = segments(held, device)
+    numbers, rows, cut = _last_rows(held, device, which, "final" if initial is None else "transition")
+    tensors, at = (layer.value, *layer.inputs), last[numbers]
+    width = layer.value.shape[2] if initial is None else layer.key_dim
+    whole = layer.value.new_zeros((len(last), heads, layer.key_dim, width), dtype=dtype)
+    if layer.inputs:
+        if not len(numbers):  # the exchange is collective in the backward, too, so all ranks have a graph before it
+            return sum((x.flatten()[:0].sum().to(dtype) for x in (*tensors, *layer.parameters)), start=whole)
+        tensors, bounds = tuple(x.index_select(0, rows) for x in tensors), cut
+        at = torch.arange(len(numbers), device=device)
+    value, *inputs = tensors
+    begin = whole.new_zeros((len(bounds) - 1, *whole.shape[1:]))
+    if initial is not None:
+        value, begin = value.new_zeros((len(value), heads, layer.key_dim)), begin + initial
+    final = layer.kernel(value, begin, bounds, *inputs, *layer.parameters)[1]
+    return whole.index_copy(0, numbers, final.index_select(0, at))
+
+
+def _last_rows(held: Held, device: torch.device, which: Bools, name: str) -> tuple[torch.Tensor, ...]:
+    """On ``device``: the numbers of the fragments of ``which``, the local rows of their last segments, and their
+    cumulative lengths."""
+
+    def make() -> tuple[torch.Tensor, ...]:
+        bounds, last = held.fragments.segments(held.rank), held.fragments.last_segments(held.rank)[which]
+        begin, end = bounds[last], bounds[last + 1]
+        rows = np.concatenate([np.arange(0), *map(np.arange, begin, end)])
+        arrays = np.flatnonzero(which), rows, np.concatenate([[0], np.cumsum(end - begin)])
+        return tuple(torch.from_numpy(array).to(device) for array in arrays)
+
+    return held.layout.cache.get(_LAST_ROWS, (*held.key, device, name), make)
 
 
 __all__ = ["Kernel", "Layer", "choose_way", "decay_of_fragments", "run_recurrent", "segments"]
