@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from magi_attention.common.infer import CuSeqlens
 from magi_attention.common.scalars import as_int
 from magi_attention.errors import ContractError
-from magi_attention.functional.tokens.layout import TokenLayout
 from magi_attention.functional.recurrent.rows import RowExchange
+from magi_attention.functional.tokens.layout import TokenLayout
 from magi_attention.meta.fragments import Fragments
 from magi_attention.meta.recurrent.tables import Ints, Wanted, owned
 

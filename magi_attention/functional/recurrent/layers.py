@@ -12,9 +12,9 @@ import torch
 from magi_attention.common.infer import CuSeqlens
 from magi_attention.common.plan_cache import Kind, on_gpu
 from magi_attention.errors import ContractError
-from magi_attention.functional.tokens.layout import TokenLayout
 from magi_attention.functional.recurrent.layouts import LayerLayout
 from magi_attention.functional.recurrent.states import Held, Key, pass_states
+from magi_attention.functional.tokens.layout import TokenLayout
 from magi_attention.meta.fragments import Bools
 from magi_attention.meta.recurrent.ways import WAYS, Input, LayerBytes, Moved, WayCounts, part_of
 

@@ -13,8 +13,8 @@ from functools import partial
 import torch
 
 from magi_attention.errors import ContractError
-from magi_attention.functional.tokens.layout import TokenLayout
 from magi_attention.functional.recurrent.rows import RowExchange
+from magi_attention.functional.tokens.layout import TokenLayout
 from magi_attention.meta.recurrent import tables
 from magi_attention.meta.recurrent.ways import parts_of_heads
 

@@ -23,8 +23,8 @@ import torch
 from magi_attention.common.infer import CuSeqlens
 from magi_attention.common.plan_cache import Kind, on_gpu
 from magi_attention.errors import ContractError
-from magi_attention.functional.tokens.layout import TokenLayout
 from magi_attention.functional.recurrent.rows import RowExchange
+from magi_attention.functional.tokens.layout import TokenLayout
 from magi_attention.meta.fragments import Fragments
 from magi_attention.meta.recurrent.schedule import ChainStep, Gathered, Line, chain
 from magi_attention.meta.recurrent.tables import Ints, contiguous_fragments, whole_fragments
