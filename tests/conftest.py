@@ -4,7 +4,6 @@ left out, and the head of the report says so."""
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -44,7 +43,6 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.fixture(scope="session")
-def compile_folder(tmp_path_factory) -> Path:
-    """Where ``compiled_or_skip`` puts libraries, one for all processes of a run of pytest."""
-    base = tmp_path_factory.getbasetemp()
-    return (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "compiled"
+def compile_folder() -> Path:
+    """Where ``compiled_or_skip`` keeps libraries, for all processes and runs."""
+    return ROOT / "build" / "tests"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import hashlib
 import shutil
 import subprocess
 from collections.abc import Callable, Sequence
@@ -13,6 +14,8 @@ from pathlib import Path
 from magi_attention.errors import BuildError
 from magi_attention.native import build, loader, toolchain
 from magi_attention.testing.waiting import DEADLINE_S
+
+_KEPT_VERSIONS = 4  # of a library that tests compile, for those who go back and forth between branches
 
 
 def planner_or_skip() -> None:
@@ -54,8 +57,8 @@ def compiled_or_skip(
 ) -> ctypes.CDLL:
     """C++ sources as a shared library in ``folder``, for the CPU; skips the test where there is no g++.
 
-    The first process that asks compiles, after it has called ``prepare``, which may write sources; the others load what
-    it made. So ``folder`` must be new in each run of the tests.
+    ``prepare`` may write sources. The library is kept under the hash of the preprocessed text, the flags and the
+    compiler, so that it is compiled once for all processes, and again only after a change of what goes into it.
 
     Raises:
         AssertionError: the sources do not compile; its text is the compiler's.
@@ -65,20 +68,30 @@ def compiled_or_skip(
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip(f"There is no g++ to compile {', '.join(s.name for s in sources)} with; install one.")
-    path = folder / f"{sources[0].stem}.so"
+    command = [compiler, "-std=c++17", "-fPIC", "-shared", "-Wall", *flags, *(f"-I{i}" for i in includes)]
+    command += map(str, sources)
     with build.locked(folder):
+        if prepare is not None:
+            prepare()
+        inputs = (_output([compiler, "--version"]), " ".join(command), _output([*command, "-E", "-P"]))
+        name, key = sources[0].stem, hashlib.sha256("\0".join(inputs).encode()).hexdigest()[:16]
+        path = folder / f"{name}-{key}.so"
         if not path.exists():
-            if prepare is not None:
-                prepare()
             part = path.with_suffix(".part")
-            paths = [*(f"-I{i}" for i in includes), *map(str, sources), "-o", str(part)]
-            done = subprocess.run(
-                [compiler, "-std=c++17", "-fPIC", "-shared", "-Wall", *flags, *paths],
-                capture_output=True, text=True, timeout=DEADLINE_S,
-            )  # fmt: skip
-            assert done.returncode == 0, done.stderr
+            _output([*command, "-o", str(part)])
             part.rename(path)
-    return ctypes.CDLL(str(path))
+        path.touch()
+        newest_first = sorted(folder.glob(f"{name}-*.so"), key=lambda x: x.stat().st_mtime, reverse=True)
+        for old in newest_first[_KEPT_VERSIONS:]:
+            old.unlink()
+        return ctypes.CDLL(str(path))
+
+
+def _output(command: Sequence[str]) -> str:
+    """What a compiler prints; AssertionError with its complaints if it fails."""
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def _build_or_skip(name: str, what: str) -> None:

@@ -10,8 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from magi_attention.common.mask import Mask
 from magi_attention.common.slices import BICAUSAL, CAUSAL, FULL, INVCAUSAL, SliceTable, to_dense
-from magi_attention.native import abi
+from magi_attention.errors import ContractError, MagiError
+from magi_attention.native.planner.tile_plan import TilePlan, plan_words
 from magi_attention.testing import masks
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -257,6 +259,41 @@ def test_rows_share_a_layer_only_where_their_keys_are_near(start, segments, bloc
     assert (tile["num_segments"], tile["num_blocks"]) == (segments, blocks)
 
 
+# ---- through Python ----------------------------------------------------------------------------------------
+
+
+def test_a_plan_is_read_only_and_refuses_another_mask():
+    plan = TilePlan.build(Mask.causal(61).slices, 61, 61, 12, 3)
+    assert len(plan.words) == plan.header.words_total == plan_words(61, 12, plan.header.num_segments)
+    plan.check(Mask.causal(61).slices)
+    with pytest.raises(MagiError):
+        plan.check(Mask.full(61).slices)
+    with pytest.raises(ValueError, match="read-only"):
+        plan.words[0] = 3
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_pair_of_two_slices_is_visited_twice(seed):
+    """As ``flex_flash_attn_func`` counts it on every device."""
+    print(f"seed {seed}")
+    rng = np.random.default_rng(seed)
+    for _ in range(10):
+        ranges = np.sort(rng.integers(0, 65, (int(rng.integers(1, 6)), 2, 2)), axis=2).reshape(-1, 4)
+        slices = np.concatenate([ranges, rng.integers(0, 4, (len(ranges), 1))], axis=1)
+        want = sum(to_dense(row[None], 64, 64).astype(int) for row in slices)
+        view = lib.View(TilePlan.build(slices, 64, 64, 32, 2).words)
+        assert np.array_equal(dense_segments(view, 64, 64), want), slices.tolist()
+
+
+def test_wrong_sizes_are_sentences():
+    with pytest.raises(ContractError, match=r"Slice 0 has k range \[0, 9\) with 8 rows"):
+        TilePlan.build(Mask.causal(9).slices, 9, 8, 16, 2)
+    with pytest.raises(ContractError, match=r"2\*\*31"):
+        TilePlan.build(SliceTable([]), 2**31, 8, 16, 2)
+    with pytest.raises(MagiError):
+        TilePlan.build(Mask.causal(9).slices, 9, 9, 0, 2)
+
+
 # ---- the ABI -----------------------------------------------------------------------------------------------
 
 
@@ -335,11 +372,6 @@ def test_plans_beyond_the_word_limit_are_refused():
     rows = lib.as_rows(np.zeros((0, 5)))
     assert lib.plan_into(rows, 2**31 - 1, 4, 1, 1, None)[0] == lib.UNSUPPORTED
     assert "Use larger tiles" in lib.last_error()
-
-
-def test_version_and_layouts():
-    assert lib.library().magi_abi_version() == abi.ABI_VERSION
-    assert [d.itemsize for d in (lib.HEADER, lib.TILE, lib.LAYER)] == [112, 32, 128]
 
 
 @pytest.mark.parametrize(

@@ -16,11 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import tile_lib as lib  # noqa: E402
 
 
-def corrupt_drop(rng, view):
-    record, r = random_interval(rng, view)
-    view.pairs(record)[r] = 0
-
-
+# What no change of a single word makes.
 def corrupt_swap_rows(rng, view):
     record, r = random_interval(rng, view)
     pairs = view.pairs(record)
@@ -29,24 +25,6 @@ def corrupt_swap_rows(rng, view):
         return False
     s = rng.choice(other)
     pairs[[r, s]] = pairs[[s, r]]
-
-
-def corrupt_full(rng, view):
-    """One key more than all rows see; a group that has no such key gets one that a row sees."""
-    group = random_group(rng, view)
-    if group["full_lo"] >= group["full_hi"]:
-        key = int(rng.integers(group["visit_lo"], group["visit_hi"]))
-        group["full_lo"], group["full_hi"] = key, key + 1
-    elif rng.random() < 0.5:
-        group["full_lo"] -= 1
-    else:
-        group["full_hi"] += 1
-
-
-def corrupt_skip_group(rng, view):
-    group = random_group(rng, view)
-    for field in group.dtype.names:
-        group[field] = 0
 
 
 def corrupt_order_swap(rng, view):
@@ -70,19 +48,10 @@ def corrupt_layer_begin(rng, view):
 CORRUPTIONS = {name: value for name, value in globals().items() if name.startswith("corrupt_")}
 
 
-def random_record(rng, view) -> int:
-    return int(rng.integers(len(view.records)))
-
-
 def random_interval(rng, view) -> tuple[int, int]:
-    record = random_record(rng, view)
+    record = int(rng.integers(len(view.records)))
     pairs = view.pairs(record)
     return record, int(rng.choice(np.flatnonzero(pairs[:, 0] < pairs[:, 1])))
-
-
-def random_group(rng, view):
-    groups = view.segment(random_record(rng, view))["group"][0, : view.num_groups]
-    return groups[rng.choice(np.flatnonzero(groups["visit_lo"] < groups["visit_hi"]))]
 
 
 @pytest.mark.parametrize("name", sorted(CORRUPTIONS))
@@ -107,7 +76,7 @@ def is_idle(view, at: int, by: int) -> bool:
     too: a small plan may have more keys, and longer tiles."""
     h = view.header[0]
     if at < 28:
-        return at < 16 and lib.HEADER_FIELDS.split()[at] in ("total_k", "tile_tokens", "num_groups")
+        return at < 16 and lib.HEADER.names[at] in ("total_k", "tile_tokens", "num_groups")
     if h["words_tiles"] <= at < h["words_tiles"] + 8 * h["num_tiles"]:
         tile, word = divmod(at - int(h["words_tiles"]), 8)
         return word == 2 and view.tiles["num_segments"][tile] == 0

@@ -1,64 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The native tile planner, compiled on the fly for its tests, and a decoder of its plans.
-
-They are compiled for the tests alone, so these also run where no native library was built.
-"""
+"""The native tile planner through its C functions, and plans that can be written to."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
-from pathlib import Path
 
 import numpy as np
 
-from magi_attention.testing.libraries import compiled_or_skip, csrc_or_skip
+from magi_attention.native import abi
+from magi_attention.native.loader import load
+from magi_attention.native.toolchain import PLANNER
+from magi_attention.testing.libraries import planner_or_skip
 from magi_attention.testing.masks import random_slices
 
-ROOT = Path(__file__).resolve().parents[2]
-SOURCES = ("csrc/planner/tile_plan.cpp", "csrc/planner/check_plan.cpp", "csrc/planner/check_tiles.cpp")
-FLAGS = ("-O2", "-fvisibility=hidden", "-Wextra", "-Werror")
 GARBAGE = -7  # what buffers hold before; no word of a plan is -7
 OK, INVALID_ARGUMENT, UNSUPPORTED, CUDA_ERROR, CAPACITY = range(5)
 
-HEADER_FIELDS = (
-    "version total_q total_k tile_tokens num_groups num_tiles num_segments segment_words "
-    "words_tiles words_order words_records words_total status has_unseen words_first_order words_work_tiles"
-)
-HEADER = np.dtype(
-    [(name, "<i4") for name in HEADER_FIELDS.split()] + [("num_key_blocks", "<i8", 5), ("reserved", "<i4", 2)]
-)
-TILE = np.dtype(
-    [(name, "<i4") for name in ("token0", "num_tokens", "segment_begin", "num_segments", "cost", "num_blocks")]
-    + [("reserved", "<i4", 2)]
-)
-GROUP = np.dtype([(name, "<i4") for name in ("visit_lo", "visit_hi", "full_lo", "full_hi")])
-LAYER = np.dtype(
-    [(name, "<i4") for name in ("visit_lo", "visit_hi", "source", "arrival", "has_unseen")]
-    + [("reserved", "<i4", 3), ("group", GROUP, 3), ("reserved2", "<i4", 12)]
-)
-
-
-def compile_in(folder: Path) -> None:
-    """Where ``library`` is compiled; to be called before anything else here."""
-    _folder.append(folder)
-
-
-_folder: list[Path] = []
+HEADER, TILE = np.dtype(abi.TilePlanHeader), np.dtype(abi.TileDesc)
+SEGMENT = np.dtype(abi.TileSegment)
 
 
 @functools.lru_cache(maxsize=1)
 def library() -> ctypes.CDLL:
-    """The planner as a shared library. Skips the test where there is no compiler."""
-    csrc = csrc_or_skip()
-    lib = compiled_or_skip(_folder[-1], [ROOT / source for source in SOURCES], [csrc, csrc / "include"], *FLAGS)
-    pointer, i32, i64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
-    lib.magi_tile_plan_words.argtypes = [i32, i32, i64]
-    lib.magi_tile_plan_words.restype = i64
-    lib.magi_tile_plan_host.argtypes = [pointer, i64, i32, i32, i32, i32, pointer, i64, ctypes.POINTER(i64)]
-    lib.magi_tile_plan_check.argtypes = [pointer, i64, pointer, i64]
-    lib.magi_last_error.restype = ctypes.c_char_p
-    return lib
+    """The planner; skips the test where it cannot be built."""
+    planner_or_skip()
+    return load(PLANNER)
 
 
 def as_rows(slices) -> np.ndarray:
@@ -113,7 +80,7 @@ class View:
 
     def segment(self, record: int) -> np.ndarray:
         """Header of a record, a view of shape ``(1,)``."""
-        return self.records[record, :32].view(LAYER)
+        return self.records[record, :32].view(SEGMENT)
 
     def pairs(self, record: int) -> np.ndarray:
         """``(tile_tokens, 2)`` intervals of a record."""

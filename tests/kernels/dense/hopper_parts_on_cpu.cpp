@@ -1,15 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// Small kernels for the CPU that show that hopper_on_cpu does what it says.
+// Small kernels for the CPU that show which mistakes of a kernel the emulator finds.
 #include "ffa/common/host.cu"
 #include "ffa/common/scores.cuh"
 #include "device/shared.cuh"
-#include "device/async_copy.cuh"
 #include "device/tma.cuh"
 #include "ffa/sm90/wgmma.cuh"
 
 namespace magi {
 
-// How a product of one warpgroup is made, out = a b^T + a b^T: 64 x kN.
+// How a product of one warpgroup is made, out = a b^T + a b^T; all are (64, 64).
 struct ProductParams {
   CUtensorMap a, b, out;
   const uint16_t* rows;  // of a, for copies by threads
@@ -21,8 +20,7 @@ struct ProductParams {
 constexpr uint32_t kTileA = 0, kTileB = 64 << 10, kTileOut = 160 << 10, kBarrier = 220 << 10;
 constexpr uint32_t kProductSmem = kBarrier + 64;
 
-// A is (64, 64), B (kN, 64) or transposed.
-template <typename T, int kN>
+// A and B may lie transposed.
 void product(const ProductParams p) {
   extern __shared__ __align__(1024) uint8_t raw[];
   const uint32_t smem = smem_addr(raw), bar = smem + kBarrier;
@@ -32,20 +30,17 @@ void product(const ProductParams p) {
     if (!is(10)) mbar_init_fence();
   }
   __syncthreads();
-  // One tile of A and the tiles of B are loaded by a thread of another warp.
-  const uint32_t b_rows = p.b_major ? 64 : kN;
-  const uint32_t a_bytes = 64 * 128, b_bytes = b_rows * 128,
-                 b_columns = p.b_major ? (kN + 63) / 64 : 1;
+  // Both tiles are loaded by a thread of another warp.
+  constexpr uint32_t kTileBytes = 64 * 128;
   if (threadIdx.x == 32) {
-    mbar_expect(bar, a_bytes + b_columns * b_bytes + (is(3) ? 16 : 0));
+    mbar_expect(bar, 2 * kTileBytes + (is(3) ? 16 : 0));
     if (is(8)) mbar_arrive(bar);
     load_tile_3d(smem + kTileA, &p.a, bar, 0, 0, 0, kEvictFirst);
-    for (uint32_t i = 0; i < b_columns; ++i)
-      load_tile_3d(smem + kTileB + i * b_bytes, &p.b, bar, 64 * i, 0, 0, kEvictLast);
+    load_tile_3d(smem + kTileB, &p.b, bar, 0, 0, 0, kEvictLast);
   }
   if (!is(20)) mbar_wait(bar, 0);
   if (!is(11)) __syncwarp();
-  float d[kN / 2];
+  float d[32];
   uint32_t registers[4][4];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   for (int step = 0; step < 4; ++step)
@@ -58,17 +53,17 @@ void product(const ProductParams p) {
     if (!is(5) && !(is(13) && round == 1)) wgmma_fence();
     for (int step = 0; step < 4; ++step) {
       const uint64_t a =
-          operand(operand_low(smem + kTileA, a_bytes), p.a_major ? step * 128 : step * 2);
+          operand(operand_low(smem + kTileA, kTileBytes), p.a_major ? step * 128 : step * 2);
       const uint64_t b =
-          operand(operand_low(smem + kTileB, b_bytes), p.b_major ? step * 128 : step * 2);
+          operand(operand_low(smem + kTileB, kTileBytes), p.b_major ? step * 128 : step * 2);
       const int keep = round + step > 0;
-      using Rows = Wgmma<T, kN, 0>;
-      using Columns = Wgmma<T, kN, 1>;
+      using Rows = Wgmma<bf16, 64, 0>;
+      using Columns = Wgmma<bf16, 64, 1>;
       if (p.from_registers)
         p.b_major ? Columns::rs(d, registers[step], b, keep)
                   : Rows::rs(d, registers[step], b, keep);
       else if (p.a_major)
-        p.b_major ? Columns::template ss<1>(d, a, b, keep) : Rows::template ss<1>(d, a, b, keep);
+        p.b_major ? Columns::ss<1>(d, a, b, keep) : Rows::ss<1>(d, a, b, keep);
       else
         p.b_major ? Columns::ss(d, a, b, keep) : Rows::ss(d, a, b, keep);
     }
@@ -83,73 +78,39 @@ void product(const ProductParams p) {
   if (!is(2)) wgmma_wait<0>();
   keep_in_place(d);
   const int matrix = lane / 8, row = 16 * warp + (matrix & 1) * 8 + lane % 8;
-  for (int j = 0; j < kN / 8; j += 2) {
-    const int chunk = j % 8 + (matrix >> 1);
-    const uint32_t at = smem + kTileOut + j / 8 * a_bytes + row * 128 + ((chunk ^ (row & 7)) << 4);
+  for (int j = 0; j < 8; j += 2) {
+    const int chunk = j + (matrix >> 1);
+    const uint32_t at = smem + kTileOut + row * 128 + ((chunk ^ (row & 7)) << 4);
     store_matrix_x4(
-        at, pack_pair<T>(d[4 * j], d[4 * j + 1]), pack_pair<T>(d[4 * j + 2], d[4 * j + 3]),
-        pack_pair<T>(d[4 * j + 4], d[4 * j + 5]), pack_pair<T>(d[4 * j + 6], d[4 * j + 7]));
+        at, pack_pair<bf16>(d[4 * j], d[4 * j + 1]), pack_pair<bf16>(d[4 * j + 2], d[4 * j + 3]),
+        pack_pair<bf16>(d[4 * j + 4], d[4 * j + 5]), pack_pair<bf16>(d[4 * j + 6], d[4 * j + 7]));
   }
   if (!is(1)) fence_async_proxy();
   if (!is(21) && !(is(9) && threadIdx.x >= 124)) named_barrier(1, is(9) ? 96 : 128);
   if (threadIdx.x == 0) {
-    for (int i = 0; i < (kN + 63) / 64; ++i)
-      store_tile_3d(&p.out, smem + kTileOut + i * a_bytes, 64 * i, 0, 0);
+    store_tile_3d(&p.out, smem + kTileOut, 0, 0, 0);
     store_commit();
     if (!is(4)) store_wait_all();
     if (is(12)) load_bytes(smem, p.rows, 1024, bar);
   }
 }
 
-template <typename T, int kN>
 void run_product(const void* a, const void* b, void* out, int a_major, int b_major, int registers,
                  int mistake, uint64_t seed) {
   ProductParams p{};
-  const auto type =
-      std::is_same_v<T, bf16> ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
-  const uint64_t n = kN;
-  encode_map(&p.a, type, a, {64, 64, 1}, {128, 64 * 128}, {64, 64, 1}, "a");
-  if (b_major)
-    encode_map(&p.b, type, b, {n, 64, 1}, {2 * kN, 2 * kN * 64}, {64, 64, 1}, "b");
-  else
-    encode_map(&p.b, type, b, {64, n, 1}, {128, 128 * kN}, {64, kN, 1}, "b");
-  encode_map(&p.out, type, out, {n, 64, 1}, {2 * kN, 2 * kN * 64}, {64, 64, 1}, "out");
+  const auto encode = [](CUtensorMap* map, const void* at, const char* name) {
+    encode_map(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, at, {64, 64, 1}, {128, 64 * 128}, {64, 64, 1},
+               name);
+  };
+  encode(&p.a, a, "a");
+  encode(&p.b, b, "b");
+  encode(&p.out, out, "out");
   p.a_major = a_major;
   p.b_major = b_major;
   p.from_registers = registers;
   p.mistake = mistake;
   p.rows = static_cast<const uint16_t*>(a);
-  hopper::run_grid(1, 128, kProductSmem, product<T, kN>, p, seed);
-}
-
-struct CopyParams {
-  const int32_t *from, *taken;
-  int32_t* to;
-};
-
-// A warpgroup copies 256 chunks of 16 bytes, another reads them when a barrier says so.
-void copy(const CopyParams p) {
-  extern __shared__ __align__(1024) uint8_t raw[];
-  const uint32_t smem = smem_addr(raw), bar = smem + 4096;
-  if (threadIdx.x == 0) {
-    mbar_init(bar, 128);
-    mbar_init_fence();
-  }
-  __syncthreads();
-  const int thread = threadIdx.x % 128;
-  if (threadIdx.x < 128) {
-    for (int i = thread; i < 256; i += 128)
-      async_copy_16_or_zero(smem + 16 * i, p.from + 4 * i, p.taken[i] != 0);
-    async_copies_arrive(bar);
-    async_copies_wait_all();
-    return;
-  }
-  mbar_wait(bar, 0);
-  if (thread != 0) return;
-  fence_async_proxy();
-  store_bytes(p.to, smem, 4096);
-  store_commit();
-  store_wait_all();
+  hopper::run_grid(1, 128, kProductSmem, product, p, seed);
 }
 
 struct PairParams {
@@ -182,36 +143,8 @@ extern "C" const char* run_pair(int32_t* value, int32_t* seen, int waits, uint64
   });
 }
 
-extern "C" const char* copy_chunks(const int32_t* from, const int32_t* taken, int32_t* to,
-                                   uint64_t seed) {
+extern "C" const char* multiply(const void* a, const void* b, void* out, int a_major, int b_major,
+                                int registers, int mistake, uint64_t seed) {
   return hopper::error_of(
-      [=] { hopper::run_grid(1, 256, 8192, magi::copy, magi::CopyParams{from, taken, to}, seed); });
-}
-
-extern "C" const char* multiply(const void* a, const void* b, void* out, int is_half, int n,
-                                int a_major, int b_major, int registers, int mistake,
-                                uint64_t seed) {
-  return hopper::error_of([=] {
-    const auto run = [&](auto zero, auto width) {
-      magi::run_product<decltype(zero), decltype(width)::value>(a, b, out, a_major, b_major,
-                                                                registers, mistake, seed);
-    };
-    const auto of_type = [&](auto zero) {
-      switch (n) {
-        case 32:
-          return run(zero, std::integral_constant<int, 32>{});
-        case 64:
-          return run(zero, std::integral_constant<int, 64>{});
-        case 80:
-          return run(zero, std::integral_constant<int, 80>{});
-        case 128:
-          return run(zero, std::integral_constant<int, 128>{});
-        case 192:
-          return run(zero, std::integral_constant<int, 192>{});
-        default:
-          return run(zero, std::integral_constant<int, 256>{});
-      }
-    };
-    is_half ? of_type(magi::fp16{}) : of_type(magi::bf16{});
-  });
+      [=] { magi::run_product(a, b, out, a_major, b_major, registers, mistake, seed); });
 }
