@@ -1,17 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tests of schedules count by: m-blocks that tiles visit, the end of the last work tile, what a cache misses."""
+"""What tests of schedules count by: m-blocks that tiles visit, the end of the last work tile."""
 
 from __future__ import annotations
 
 import heapq
-from collections import OrderedDict
 from collections.abc import Iterable
 
 import numpy as np
 
 from magi_attention.common.mask import Mask
 from magi_attention.common.slices import SliceTable
-from magi_attention.native.planner.abi import TRAVERSAL_WRAP
 from magi_attention.native.planner.tile_plan import TilePlan
 from magi_attention.testing import masks
 
@@ -58,8 +56,16 @@ def segments_of(plan: TilePlan, tile: int, queries: int = WIDE) -> list[tuple[in
 def steps_of(plan: TilePlan, queries: int = WIDE) -> np.ndarray:
     """(tiles,) blocks of so many queries that each visits."""
     tiles = range(len(plan.tiles))
-    steps = [sum(end - first for first, end in segments_of(plan, tile, queries)) for tile in tiles]
-    return np.array(steps, dtype=np.int64)
+    return np.array([sum(end - first for first, end in segments_of(plan, tile, queries)) for tile in tiles])
+
+
+def visits_of(plan: TilePlan, total_q: int, queries: int) -> np.ndarray:
+    """How many segments visit each block of so many queries."""
+    visits = np.zeros(-(-total_q // queries), dtype=int)
+    for tile in range(len(plan.tiles)):
+        for first, end in segments_of(plan, tile, queries):
+            visits[first:end] += 1
+    return visits
 
 
 def end_of(times: Iterable[float], num_ctas: int) -> float:
@@ -68,39 +74,3 @@ def end_of(times: Iterable[float], num_ctas: int) -> float:
     for time in times:
         heapq.heapreplace(free_at, free_at[0] + float(time))
     return max(free_at)
-
-
-def blocks_of(plan: TilePlan, tile: int, descending: int) -> list[int]:
-    """In the order in which the kernel visits them."""
-    visited: list[int] = []
-    for first, end in segments_of(plan, tile):
-        blocks = list(range(first, end))
-        back = min(first if descending == TRAVERSAL_WRAP else descending, len(blocks))
-        visited += blocks[::-1][:back] + blocks[: len(blocks) - back]
-    return visited
-
-
-def misses(plan: TilePlan, work_tiles: np.ndarray, num_ctas: int, kept: int) -> float:
-    """The share of visited blocks that are not among the last ``kept`` ones, in order of time. ``work_tiles`` (work
-    tiles, 3): tile, head, descending blocks."""
-    waiting = iter(work_tiles.tolist())
-    at_work = [(0.0, cta, iter(()), 0) for cta in range(num_ctas)]
-    cache: OrderedDict[tuple[int, int], None] = OrderedDict()
-    steps = missed = 0
-    while at_work:
-        time, cta, left, head = heapq.heappop(at_work)
-        block = next(left, None)
-        if block is None:
-            work_tile = next(waiting, None)
-            if work_tile is not None:
-                blocks = iter(blocks_of(plan, work_tile[0], work_tile[2]))
-                heapq.heappush(at_work, (time + 0.1, cta, blocks, work_tile[1]))
-            continue
-        steps += 1
-        missed += (head, block) not in cache
-        cache[head, block] = None
-        cache.move_to_end((head, block))
-        if len(cache) > kept:
-            cache.popitem(last=False)
-        heapq.heappush(at_work, (time + 1, cta, left, head))
-    return missed / steps

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from schedule_oracle import NARROW, WIDE, end_of, plan_of, random_documents, random_mask, segments_of, steps_of
+from hopper_library import hopper_library
+from schedule_oracle import NARROW, WIDE, end_of, plan_of, random_documents, random_mask, steps_of, visits_of
 
 from magi_attention.common.mask import Mask
 from magi_attention.common.slices import SliceTable
@@ -19,12 +20,12 @@ from magi_attention.kernels.ffa.arrival import Pace
 from magi_attention.kernels.ffa.peer_kv import TILE, RemoteKeys, RemoteMask
 from magi_attention.kernels.ffa.schedule import select_schedule
 from magi_attention.native import abi
-from magi_attention.native.planner.schedule import NONE, BwdSchedule
+from magi_attention.native.planner.schedule import NONE, BwdSchedule, ForwardSplits, forward_splits
 from magi_attention.native.planner.tile_plan import TilePlan
 from magi_attention.testing import masks
-from magi_attention.testing.libraries import compiled_or_skip, csrc_or_skip, planner_or_skip
+from magi_attention.testing.libraries import planner_or_skip
 
-SOURCE = Path(__file__).with_name("workspace_on_cpu.cpp")
+SOURCE = Path(__file__).with_name("schedule_on_cpu.cpp")
 NUM_SMS = 132
 
 
@@ -36,19 +37,14 @@ def planner():
 @pytest.fixture(scope="module")
 def launcher(compile_folder) -> ctypes.CDLL:
     """The launcher's own answers."""
-    csrc = csrc_or_skip()
-    found = compiled_or_skip(compile_folder / "workspace", [SOURCE], [csrc, csrc / "include"], "-O1")
+    found = hopper_library(compile_folder / "schedule", SOURCE)
     found.workspace_of.restype = ctypes.c_int64
     return found
 
 
 def single_share(mask: Mask, block_m: int) -> float:
     """The share of m-blocks that one segment of one tile visits."""
-    plan = plan_of(mask.slices, mask.total_q, mask.total_k)
-    visits = np.zeros(-(-mask.total_q // block_m), dtype=int)
-    for tile in range(len(plan.tiles)):
-        for first, end in segments_of(plan, tile, block_m):
-            visits[first:end] += 1
+    visits = visits_of(plan_of(mask.slices, mask.total_q, mask.total_k), mask.total_q, block_m)
     return float((visits == 1).mean())
 
 
@@ -91,9 +87,7 @@ def test_there_is_a_kernel_for_what_is_chosen(launcher):
         if rng.random() < 0.4:  # a work tile or two for each SM
             heads_kv = max(300 * 128 // mask.total_k, 1)
         heads, dim = (heads_kv * int(rng.choice((1, 2, 3, 4, 8))), heads_kv), int(rng.choice((40, 64, 128, 128, 256)))
-        options = AttnOptions(
-            0.3, deterministic=rng.random() < 0.5, softcap=float(rng.choice((0.0, 0.0, 0.0, 8.0)))
-        )
+        options = AttnOptions(0.3, deterministic=rng.random() < 0.5, softcap=float(rng.choice((0.0, 0.0, 0.0, 8.0))))
         shapes = (mask.total_q, heads[0], dim), (mask.total_k, heads[1], dim)
         found = select_schedule(*shapes, mask.slices, options, NUM_SMS)
         print(f"{seed=} {heads=} {dim=} {options.deterministic=} {options.softcap=} {found}")
@@ -194,3 +188,46 @@ def test_memory_of_a_backward(launcher):
     for mode, parts in ((abi.DQ_FIRST_WRITER, 0), (abi.DQ_DETERMINISTIC, 4 * 8 * 8 * 128 * 2 * 128 * 4)):
         more = bytes_of(4096, mode, 16, 24, 4) - bytes_of(4096, mode)
         assert parts <= more <= 1.05 * parts
+
+
+# ---- the forward -----------------------------------------------------------------------------------------------------
+MOST_PARTS = 16  # of a work tile
+
+
+def splits_of(blocks: np.ndarray, head_units: int, sms: int) -> ForwardSplits | None:
+    """The splits of a plan whose tiles see so many blocks of 128 keys."""
+    rows = [[128 * i, 128 * i + 128, 0, 128 * count, 0] for i, count in enumerate(blocks.tolist())]
+    plan = TilePlan.build(SliceTable(rows), 128 * len(blocks), 128 * int(blocks.max(initial=1)), 128, 2)
+    return forward_splits(plan, head_units, sms)
+
+
+def test_the_last_work_tile_ends_sooner():
+    draws, num_split = np.random.default_rng(5), 0
+    for _ in range(100):
+        seed = int(draws.integers(1 << 30))
+        rng = np.random.default_rng(seed)
+        tiles, head_units, sms = int(rng.integers(1, 200)), int(rng.integers(1, 9)), int(rng.integers(8, 133))
+        blocks = rng.integers(1, 12, tiles)
+        blocks[: rng.integers(0, 4)] = rng.integers(1, 2_000)
+        blocks = np.sort(blocks)[::-1]
+        splits = splits_of(blocks, head_units, sms)
+        if splits is None:
+            continue
+        num_split += 1
+        note = f"seed {seed}: {tiles} tiles, {head_units} head units, {sms} SMs, {splits}"
+        assert 0 < splits.tiles <= tiles and 1 < splits.parts <= MOST_PARTS, note
+        work: list[int] = []  # blocks of each work tile, in the order in which they are taken
+        for place, count in enumerate(blocks.tolist()):
+            parts = min(splits.parts, max(1, count // splits.blocks)) if place < splits.tiles else 1
+            work += [count * (i + 1) // parts - count * i // parts for i in range(parts)]
+        assert min(work) >= 1, note
+        whole, end = (end_of(np.repeat(x, head_units), sms) for x in (blocks, work))
+        share = blocks.sum() * head_units / sms
+        # Nothing more is to be had where a tile has as many parts as there may be.
+        assert end < whole and end <= max(2.1 * max(share, 8), blocks[0] / MOST_PARTS + share + 1), note
+    assert num_split > 10
+
+
+def test_even_tiles_stay_whole():
+    for blocks in (np.full(128, 64), np.arange(128, 0, -1), np.zeros(0, dtype=np.int64), np.zeros(40, dtype=np.int64)):
+        assert splits_of(blocks, 8, 132) is None

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Work tiles behind a plan: every pair is in one, kernels are given them, and traversals are in step by a model of the
-cache. And the checker finds what is wrong."""
+"""Work tiles behind a plan: every pair is in one, and kernels are given them. And the checker finds what is wrong."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ from ffa_case import BackwardCase
 from ffa_simulator import backend, memory, plan_at
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from schedule_oracle import end_of, misses, plan_of, random_mask, steps_of
+from schedule_oracle import end_of, plan_of, random_mask
 
 from magi_attention.common.mask import Mask
 from magi_attention.common.slices import SliceTable
@@ -88,35 +87,6 @@ def test_tiles_whose_keys_are_there_come_first():
     when = np.where(np.arange(150) < 75, -np.inf, 1e-3)
     begin = work_tiles_of(with_schedule(plan.words, FEW, when), 3)[: FEW.num_ctas]
     assert (begin[:, 1] == 0).all() and np.isinf(when[begin[:, 0]]).all()
-
-
-H100 = WorkTileShape(heads_kv=8, group=8, num_sms=132, num_ctas=132, by_document=True)
-IN_STEP = {  # mask, shape, blocks in the cache, and how many of the misses are left
-    "causal, many waves": (Mask.causal(128 * 150), FEW, 24, 0.5),
-    "documents of 4,096": (Mask.varlen(list(range(0, 65537, 4096)), causal=True), H100, 28, 0.7),
-    "documents of any length": (
-        Mask.varlen([0, *np.cumsum(4 * [700, 5200, 1800, 9000, 3100])], causal=True), H100, 28, 0.9,
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", IN_STEP)
-def test_traversals_are_in_step(name):
-    mask, shape, kept, share = IN_STEP[name]
-    plan = plan_of(mask.slices, mask.total_q, mask.total_k)
-    plain = shape._replace(by_document=False, keeps_plan_order=True)
-    before, now = (
-        misses(plan, work_tiles_of(with_schedule(plan.words, x), x.heads_kv), x.num_ctas, kept) for x in (plain, shape)
-    )
-    assert now <= share * before, (now, before)
-
-
-@pytest.mark.parametrize("tiles", (32, 64, 96))
-def test_no_long_tile_is_left_for_the_end(tiles):
-    plan = plan_of(Mask.causal(128 * tiles).slices, 128 * tiles, 128 * tiles)
-    shape = WorkTileShape(8, 8, 132, 132)
-    counts = steps_of(plan)[work_tiles_of(with_schedule(plan.words, shape), 8)[:, 0]]
-    assert end_of(counts, 132) < 1.12 * counts.sum() / 132
 
 
 # ---- work lists ------------------------------------------------------------------------------------------------------
@@ -255,5 +225,3 @@ def test_faults_of_work_lists_are_found():
         with pytest.raises(ContractError):
             check_schedule(changed(words, at, int(words[at]) - 1), shape, begin)
     assert tried > 100 and header.num_partials
-
-

@@ -2,7 +2,8 @@
 // The kernels that assign semaphore targets, for the CPU, see emulator/README.md; and the
 // steps of the main kernel, with what each waits for: the loops of bwd/producer.cuh and the
 // look-ups of bwd/producer/{work_tiles,dq_store}.cuh, over the same functions. And in which order
-// the last kernel takes up blocks of dq.
+// the last kernel takes up blocks of dq. And what the launcher says of a schedule
+// (bwd/workspace.h).
 #include <vector>
 
 #include "device_calls.h"
@@ -102,11 +103,6 @@ void run(const magi_ffa_bwd_params& a, int sms, uint64_t seed) {
 template <int kDim, int kBlockM>
 using Deterministic = BwdConfig<bf16, kDim, kDim, false, true, kBlockM>;
 
-template <typename C>
-int64_t workspace_of(const magi_ffa_bwd_params& a, int sms) {
-  return bwd_bytes<C>(a, sms).workspace;
-}
-
 template <typename Call>
 auto with_config(const magi_ffa_bwd_params& a, Call call) {
   if (a.head_dim <= 64) return call(Deterministic<64, kBlockM64>{});
@@ -119,7 +115,7 @@ auto with_config(const magi_ffa_bwd_params& a, Call call) {
 extern "C" {
 
 int64_t workspace_bytes(const magi_ffa_bwd_params* a, int sms) {
-  return with_config(*a, [&](auto c) { return workspace_of<decltype(c)>(*a, sms); });
+  return with_config(*a, [&](auto c) { return bwd_bytes<decltype(c)>(*a, sms).workspace; });
 }
 
 // NULL, or what a kernel did wrong; the number of work tiles and of steps.
@@ -165,5 +161,17 @@ void items_of(const int32_t* sizes, int count, int32_t* items) {
     const PostprocessItem x = postprocess_item(p, sizes[0], number);
     items[0] = x.order_idx, items[1] = x.head, items[2] = x.d;
   }
+}
+
+// Whether a call with m-blocks of 80 may split tiles as it says.
+int may_split(const magi_ffa_bwd_params* a, int sms) {
+  return bwd_is_split_run(*a) &&
+         bwd_has_deterministic_split<Deterministic<128, kBlockM80>>(*a, sms);
+}
+
+int can_store_direct(const magi_ffa_bwd_params* a) { return bwd_can_store_direct(*a); }
+
+int64_t workspace_of(const magi_ffa_bwd_params* a, int sms) {
+  return bwd_bytes<BwdConfig<bf16, 128, 128, false, false, kBlockM80>>(*a, sms).workspace;
 }
 }
