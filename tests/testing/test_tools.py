@@ -2,7 +2,9 @@
 """Tolerances, references, parameterize, flags, filters, the brute-force dispatcher."""
 
 import os
+import sys
 import unittest
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +16,9 @@ from magi_attention.errors import ContractError, UnsupportedError
 from magi_attention.testing import masks, precision
 from magi_attention.testing.flag_generator import FlagCombGenerator
 from magi_attention.testing.ref_attn import ref_attn_func
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "kernels" / "oracles"))
+from attn_oracle import make_case, truth  # noqa: E402
 
 
 def test_every_exported_name_resolves():
@@ -68,64 +73,29 @@ def test_norm_and_threshold():
 # ---- reference attention ----------------------------------------------------------------------------
 
 
-def by_rows(q, k, v, dense, scale, softcap, sink):
-    """One row and head at a time, only over the keys that are allowed."""
-    rows, heads, group = len(q), q.shape[1], q.shape[1] // k.shape[1]
-    out, lse = (
-        torch.zeros(rows, heads, v.shape[2], dtype=q.dtype),
-        torch.full((rows, heads), -torch.inf).double(),
-    )
-    peak = torch.full((heads,), -torch.inf, dtype=torch.float64)
-    for i in range(rows):
-        keys = torch.from_numpy(np.flatnonzero(dense[i]))
-        for h in range(heads):
-            logits = k[keys, h // group] @ q[i, h] * scale
-            if softcap:
-                logits = softcap * torch.tanh(logits / softcap)
-            extra = q.new_zeros(0) if sink is None else (sink[:, h] if sink.dim() == 2 else sink[i, :, h])
-            joined = torch.cat([logits, extra])
-            if len(logits):
-                peak[h] = max(peak[h], logits.max().item())
-            if len(joined):
-                lse[i, h] = torch.logsumexp(joined, 0)
-                out[i, h] = torch.softmax(joined, 0)[: len(logits)] @ v[keys, h // group]
-    return out, lse, peak
-
-
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("backend, online", [("sdpa", False), ("torch", False), ("torch", True)])
 @pytest.mark.parametrize("sink_layout, softcap", [(None, 0.0), ("sh", 0.0), ("ssh", 0.7), (None, 0.5)])
 def test_reference_attention(monkeypatch, seed, backend, online, sink_layout, softcap):
     monkeypatch.setattr("magi_attention.testing.ref_attn.ONLINE_BLOCK", 5)
-    rng, gen = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
+    rng = np.random.default_rng(seed)
     tq, tk = (int(x) for x in rng.integers(1, 14, 2))
-    dense = slices.to_dense(masks.random_slices(rng, tq, tk), tq, tk)
-    make = lambda *shape: torch.randn(*shape, dtype=torch.float64, generator=gen)  # noqa: E731
-    q, k, v = make(tq, 4, 3), make(tk, 2, 3), make(tk, 2, 5)
-    sink = {"sh": make(2, 4), "ssh": make(tq, 2, 4)}.get(sink_layout)
-    leaves = [x.clone().requires_grad_() for x in (q, k, v, sink) if x is not None]
-    copies = [x.clone().requires_grad_() for x in (q, k, v, sink) if x is not None]
-    args = dict(softcap=softcap, backend=backend, online_softmax=online, softmax_scale=0.6)
+    shape = {"sh": (2, 4), "ssh": (tq, 2, 4)}.get(sink_layout)
+    case = make_case(seed, tq, tk, masks.random_slices(rng, tq, tk), dims=(3, 5), softcap=softcap, sink_shape=shape)
+    leaves = {name: getattr(case, name) for name in ("q", "k", "v", "sink") if getattr(case, name) is not None}
+    leaves = {name: x.clone().requires_grad_() for name, x in leaves.items()}
     out, meta = ref_attn_func(
-        *leaves[:3],
-        torch.from_numpy(dense),
-        sink=leaves[3] if sink is not None else None,
-        sink_layout=sink_layout or "sh",
-        return_lse=True,
-        return_max_logits=True,
-        **args,
-    )
-    truth, lse, peak = by_rows(*copies[:3], dense, 0.6, softcap, copies[3] if sink is not None else None)
-    precision.assert_close(out, truth, 1e-12, 1e-10)
-    precision.assert_close(meta.lse, lse, 1e-12, 1e-10)
-    precision.assert_close(meta.max_logits, peak, 1e-12, 1e-10)
-    dout = make(*out.shape)
-    (out * dout).sum().backward()
-    if truth.requires_grad:
-        (truth * dout).sum().backward()
-    for leaf, copy in zip(leaves, copies):
-        expected = torch.zeros_like(copy) if copy.grad is None else copy.grad
-        precision.assert_close(leaf.grad, expected, 1e-11, 1e-9)
+        **leaves, mask=torch.from_numpy(slices.to_dense(case.slices.array, tq, tk)), sink_layout=case.sink_layout,
+        softmax_scale=case.scale, softcap=softcap, backend=backend, online_softmax=online,
+        return_lse=True, return_max_logits=True,
+    )  # fmt: skip
+    got = {"out": out, "lse": meta.lse, "max_logits": meta.max_logits}
+    grads = torch.autograd.grad(out, list(leaves.values()), case.dout, allow_unused=True)
+    got |= {f"d{name}": torch.zeros_like(leaves[name]) if g is None else g for name, g in zip(leaves, grads)}
+    want = truth(case).tensors()
+    assert got.keys() == want.keys()
+    for name, x in got.items():
+        precision.assert_close(x, want[name], 1e-11, 1e-9)
 
 
 def test_reference_options():

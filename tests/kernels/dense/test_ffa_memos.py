@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the backend of the CUDA kernels remembers, with a simulated library: plans, and prepared launches."""
+"""What the backend of the CUDA kernels remembers, with a simulated library: plans, orders, prepared launches; and
+what was made before the call."""
 
 from __future__ import annotations
 
@@ -9,22 +10,27 @@ import threading
 import weakref
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from ffa_case import BackwardCase, compare
-from ffa_simulator import backend, close, inputs, tensors
+from ffa_simulator import CpuRuntime, Simulator, backend, close, inputs, tensors
 
 from magi_attention.common.mask import Mask
 from magi_attention.common.slices import SliceTable
 from magi_attention.errors import ContractError, UnsupportedError
 from magi_attention.kernels import AttnOptions
+from magi_attention.kernels.ffa import schedule as schedule_module
+from magi_attention.kernels.ffa.ahead import kept_tables, take_tables
+from magi_attention.kernels.ffa.backend import FfaBackend
 from magi_attention.kernels.ffa.plans import DEVICE_PLANS, KEPT_ORDERS, PlanShape, RangeTensors
 from magi_attention.kernels.ffa.schedule import _OUTLINES
 from magi_attention.kernels.tables import table_from_tensors
 from magi_attention.kernels.types import BackwardOperands, Operands
 from magi_attention.native.ffa import FfaTile
-from magi_attention.native.planner.tile_plan import HOST_PLANS
+from magi_attention.native.planner.tile_plan import HOST_PLANS, TilePlan
 from magi_attention.testing.libraries import planner_or_skip
+from magi_attention.testing.masks import random_slices
 from magi_attention.testing.waiting import DEADLINE_S
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "functional"))
@@ -211,3 +217,66 @@ def test_threads_share_the_plan_that_came_in_first():
         thread.join(DEADLINE_S)
     assert len(found) == 4 and len({kept.address for kept in found}) == 1
     assert slices.cache.nbytes == slices.array.nbytes + found[0].plan.nbytes
+
+
+def test_orders_are_kept_with_the_plan():
+    """One for each stream and each number of heads; none while a graph is captured or where there is none."""
+    ffa, simulator = backend()
+    case = BackwardCase(Mask.causal(32).slices, 32, 32)
+    table, ranges = SliceTable(case.slices.array), tensors(case.slices)
+
+    def listed(mask, given=case, **options) -> int | None:
+        ffa.backward_final(BackwardOperands(*given.tensors, mask, AttnOptions(given.options.softmax_scale, **options)))
+        return simulator.backward_calls[-1].order
+
+    is_made = lambda: bool(simulator.backward_calls[-1].order_is_made)  # noqa: E731
+    for mask in (table, ranges):
+        first = listed(mask)
+        assert first and not is_made()
+        assert listed(mask) == first and is_made()
+        assert listed(mask, sm_margin=3) not in (None, first) and not is_made()
+        assert listed(mask, deterministic=True) not in (None, first) and not is_made(), "another order"
+        assert listed(mask, BackwardCase(case.slices, 32, 32, heads=(2, 2))) not in (None, first)
+        ffa.runtime.capturing = True
+        assert listed(mask) == (first if mask is table else None), "the planner is part of the graph"
+        assert is_made() == (mask is table)
+        assert listed(mask, sm_margin=4) is None
+        ffa.runtime.capturing = False
+        assert listed(mask, sm_margin=4) and not is_made(), "captured calls have not run"
+    assert listed(table) != listed(ranges)
+    (kept,) = (kept for kept in table.cache.values(DEVICE_PLANS) if kept.orders)
+    died = [weakref.ref(order) for order in kept.orders.values(KEPT_ORDERS)]
+    del kept, table
+    gc.collect()
+    assert len(died) == 5 and not any(ref() for ref in died)
+    other, other_simulator = backend()
+    other_simulator.order_bytes = 0
+    other.backward_final(BackwardOperands(*case.tensors, ranges, case.options))
+    assert other_simulator.backward_calls[-1].order is None
+
+
+def refuse(*args, **kwargs):
+    raise AssertionError("made anew, though it was made ahead")
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_call_makes_nothing_that_was_made_ahead(seed, deterministic, monkeypatch):
+    rng = np.random.default_rng(seed)
+    rows = random_slices(rng, 70, 90, drop=0.0)
+    options = AttnOptions(0.25, deterministic=deterministic)
+    ffa = FfaBackend(Simulator(), CpuRuntime())
+    q, k, v = (torch.randn(n, h, 16, dtype=torch.bfloat16) for n, h in ((70, 4), (90, 2), (90, 2)))
+    want = ffa.forward_final(Operands(q, k, v, SliceTable(rows), options))
+
+    other_process, slices = SliceTable(rows), SliceTable(rows)
+    kernels = ffa.tiles(-1, q.dtype, (4, 2), (16, 16), options)
+    kernels.make(other_process, 70, 90, 90)
+    take_tables([(slices, *rest) for _, *rest in kept_tables(other_process)])
+    for owner, name in ((TilePlan, "build"), (schedule_module, "_choose")):
+        monkeypatch.setattr(owner, name, refuse)
+    out, lse, _ = ffa.forward_final(Operands(q, k, v, slices, options))
+    assert torch.equal(out, want[0]) and torch.equal(lse, want[1])
+    ffa.backward_final(BackwardOperands(torch.ones_like(out), q, k, v, out, lse, slices, options))
+    with pytest.raises(AssertionError, match="made anew"):
+        ffa.forward_final(Operands(q, k, v, SliceTable(rows), options))
