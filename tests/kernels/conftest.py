@@ -17,8 +17,13 @@ from magi_attention.testing.libraries import host_or_skip, planner_or_skip  # no
 
 
 @pytest.fixture(scope="session")
-def host_libraries():
+def planner() -> None:
+    """The planner library, built where it can be."""
     planner_or_skip()
+
+
+@pytest.fixture(scope="session")
+def host_libraries(planner) -> None:
     host_or_skip()
 
 

@@ -23,11 +23,12 @@ from magi_attention.kernels.reference.operands import delta_with_dlse
 from magi_attention.kernels.types import AttnOptions, BackwardOperands, Grads, Operands
 from magi_attention.native.planner.schedule import BwdSchedule
 from magi_attention.testing import masks
-from magi_attention.testing.libraries import planner_or_skip
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "gpu"))
 from backward_oracle import assert_grads, make_dout, options_of, truth  # noqa: E402
 from forward_oracle import Inputs, dense, make_inputs  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("planner")
 
 SOURCE = Path(__file__).with_name("ffa_bwd_on_cpu.cpp")
 KINDS = (
@@ -50,7 +51,6 @@ def segments_of_tiles(x: Inputs) -> float:
 
 @pytest.fixture(scope="module")
 def library(compile_folder):
-    planner_or_skip()
     return hopper_library(compile_folder / "ffa_bwd", SOURCE)
 
 

@@ -21,10 +21,11 @@ from magi_attention.kernels.types import AttnOptions, Operands, Partial
 from magi_attention.native import abi
 from magi_attention.native.planner.tile_plan import TilePlan
 from magi_attention.testing import masks
-from magi_attention.testing.libraries import planner_or_skip
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "gpu"))
 from forward_oracle import NEG_INF, Inputs, Result, assert_right, dense, make_inputs  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("planner")
 
 SOURCE = Path(__file__).with_name("ffa_fwd_on_cpu.cpp")
 KINDS = (
@@ -40,7 +41,6 @@ HEADS = ((4, 2), (5, 1), (3, 3), (8, 1))
 
 @pytest.fixture(scope="module")
 def library(compile_folder):
-    planner_or_skip()
     return hopper_library(compile_folder / "ffa_fwd", SOURCE)
 
 

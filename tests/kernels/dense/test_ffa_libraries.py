@@ -21,16 +21,12 @@ from magi_attention.kernels.ffa.backend import FfaBackend
 from magi_attention.kernels.types import BackwardOperands, Operands
 from magi_attention.native import jit
 from magi_attention.native.ffa import FfaLibrary
-from magi_attention.testing.libraries import planner_or_skip
+
+pytestmark = pytest.mark.usefixtures("planner")
 
 ROOT = Path(__file__).resolve().parents[3]
 SLICES, OPTIONS = Mask.causal(32).slices, AttnOptions(0.25)
 HOPPER = Problem("cuda", torch.bfloat16, 4, 2, 128, 128, OPTIONS, capability=(9, 0))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def planner():
-    planner_or_skip()
 
 
 @pytest.fixture(autouse=True)

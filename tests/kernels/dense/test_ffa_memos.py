@@ -29,17 +29,13 @@ from magi_attention.kernels.tables import table_from_tensors
 from magi_attention.kernels.types import BackwardOperands, Operands
 from magi_attention.native.ffa import FfaTile
 from magi_attention.native.planner.tile_plan import HOST_PLANS, TilePlan
-from magi_attention.testing.libraries import planner_or_skip
 from magi_attention.testing.masks import random_slices
 from magi_attention.testing.waiting import DEADLINE_S
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "functional"))
 from bytes_oracle import reached_bytes  # noqa: E402
 
-
-@pytest.fixture(scope="module", autouse=True)
-def planner():
-    planner_or_skip()
+pytestmark = pytest.mark.usefixtures("planner")
 
 
 def test_plan_of_a_table_is_made_once_and_lives_with_it():

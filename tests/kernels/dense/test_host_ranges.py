@@ -23,13 +23,9 @@ from magi_attention.kernels.tables import SliceTables, table_from_host_ranges
 from magi_attention.native import abi
 from magi_attention.native.planner.schedule import BwdSchedule
 from magi_attention.testing import masks
-from magi_attention.testing.libraries import planner_or_skip
 from magi_attention.testing.ref_attn import ref_attn_func
 
-
-@pytest.fixture(scope="module", autouse=True)
-def planner():
-    planner_or_skip()
+pytestmark = pytest.mark.usefixtures("planner")
 
 
 def test_ranges_are_known_once_the_copy_has_arrived():

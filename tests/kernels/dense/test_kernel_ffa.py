@@ -26,12 +26,8 @@ from magi_attention.kernels.types import BackwardOperands, Operands
 from magi_attention.native import abi
 from magi_attention.native.planner.schedule import BwdSchedule
 from magi_attention.testing import masks
-from magi_attention.testing.libraries import planner_or_skip
 
-
-@pytest.fixture(scope="module", autouse=True)
-def planner():
-    planner_or_skip()
+pytestmark = pytest.mark.usefixtures("planner")
 
 
 @settings(max_examples=120, deadline=None, print_blob=True)

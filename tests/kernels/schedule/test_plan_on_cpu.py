@@ -12,12 +12,12 @@ from hopper_library import hopper_library
 
 from magi_attention.native.planner.tile_plan import TilePlan, plan_words
 from magi_attention.testing import masks
-from magi_attention.testing.libraries import planner_or_skip
+
+pytestmark = pytest.mark.usefixtures("planner")
 
 
 @pytest.fixture(scope="module")
 def kernels(compile_folder) -> ctypes.CDLL:
-    planner_or_skip()
     library = hopper_library(compile_folder / "plan", Path(__file__).with_name("plan_on_cpu.cpp"))
     library.plan_tiles_on_cpu.restype = ctypes.c_char_p
     return library

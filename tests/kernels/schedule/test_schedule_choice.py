@@ -23,15 +23,11 @@ from magi_attention.native import abi
 from magi_attention.native.planner.schedule import NONE, BwdSchedule, ForwardSplits, forward_splits
 from magi_attention.native.planner.tile_plan import TilePlan
 from magi_attention.testing import masks
-from magi_attention.testing.libraries import planner_or_skip
+
+pytestmark = pytest.mark.usefixtures("planner")
 
 SOURCE = Path(__file__).with_name("schedule_on_cpu.cpp")
 NUM_SMS = 132
-
-
-@pytest.fixture(scope="module", autouse=True)
-def planner():
-    planner_or_skip()
 
 
 @pytest.fixture(scope="module")

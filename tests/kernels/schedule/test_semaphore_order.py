@@ -19,7 +19,8 @@ from magi_attention.errors import ContractError
 from magi_attention.native import abi
 from magi_attention.native.planner.schedule import WorkTileShape, check_waits, with_schedule
 from magi_attention.native.planner.tile_plan import TilePlan
-from magi_attention.testing.libraries import planner_or_skip
+
+pytestmark = pytest.mark.usefixtures("planner")
 
 SOURCE = Path(__file__).with_name("schedule_on_cpu.cpp")
 BY_HEAD, TIMED, IN_WAVES, ALL_DESCENDING, LATER_TARGETS, APART = (1 << n for n in range(6))
@@ -48,7 +49,6 @@ class Waits(NamedTuple):
 
 @pytest.fixture(scope="module")
 def library(compile_folder):
-    planner_or_skip()
     made = hopper_library(compile_folder / "schedule", SOURCE)
     made.workspace_bytes.restype, made.assign.restype = ctypes.c_int64, ctypes.c_char_p
     return made

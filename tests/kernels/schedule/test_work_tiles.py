@@ -25,15 +25,11 @@ from magi_attention.native.planner.abi import WorkListHeader
 from magi_attention.native.planner.schedule import BwdSchedule, Split, WorkTileShape, check_schedule, with_schedule
 from magi_attention.native.planner.tile_plan import TilePlan
 from magi_attention.testing import masks
-from magi_attention.testing.libraries import planner_or_skip
 from magi_attention.testing.uneven import SPLIT_CASES
 
+pytestmark = pytest.mark.usefixtures("planner")
+
 FEW = WorkTileShape(heads_kv=3, group=8, num_sms=40, num_ctas=40)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def planner():
-    planner_or_skip()
 
 
 def work_tiles_of(words: np.ndarray, heads_kv: int) -> np.ndarray:

@@ -18,8 +18,10 @@ from magi_attention.kernels.ffa.plans import PlanShape
 from magi_attention.native import abi
 from magi_attention.native.ffa import FfaTile
 from magi_attention.native.planner.tile_plan import TilePlan
-from magi_attention.testing.libraries import csrc_or_skip, planner_or_skip
+from magi_attention.testing.libraries import csrc_or_skip
 from magi_attention.testing.masks import random_slices
+
+pytestmark = pytest.mark.usefixtures("planner")
 
 ROWS, PACK, HEADS = 1024, 8, 64  # tokens of a rank, query heads of a kv head, query heads
 PAIR = 1e-8  # so that keys of one tile take about as long as a signal
@@ -63,7 +65,6 @@ def waits(mask: RemoteMask, plan: TilePlan, tile: int) -> list[tuple[float, floa
 
 @pytest.mark.parametrize("seed", range(20))
 def test_tiles_of_keys_go_as_they_arrive(seed: int) -> None:
-    planner_or_skip()
     print("seed", seed)
     mask = random_mask(seed, late=10.0)  # all of them
     plan, first = plan_of(mask, is_transposed=True)
@@ -90,7 +91,6 @@ def idle(mask: RemoteMask, plan: TilePlan, order: np.ndarray) -> float:
 def test_less_waiting_than_by_cost_or_by_the_last_arrival(late: float) -> None:
     """Under a causal mask the costliest tiles find most of what they need in time: shorter ones have less to do before
     they come to what arrives last. Under one of documents those that need nothing go first."""
-    planner_or_skip()
     base, buffer = ROWS + TILE, 4096
     causal = [[0, ROWS, 0, ROWS, 1]]
     causal += [[q, q + 128, base, base + buffer * (q + 128) // ROWS, 0] for q in range(0, ROWS, 128)]

@@ -7,6 +7,7 @@ import sys
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 import torch
 from ffa_simulator import backend
 
@@ -25,7 +26,8 @@ from magi_attention.kernels.ffa.peer_kv import TILE, RemoteKeys, RemoteMask
 from magi_attention.meta.planner import build_plan
 from magi_attention.native.ffa import FfaTile
 from magi_attention.native.stream_order import StreamOrder
-from magi_attention.testing.libraries import planner_or_skip
+
+pytestmark = pytest.mark.usefixtures("planner")
 
 ROWS = 32
 # Twice what it was when this was written, as that depends on the versions of torch and Python. To prepare anything anew
@@ -48,7 +50,6 @@ def stand_in() -> SimpleNamespace:
 
 def layer_in_one_launch(monkeypatch):
     """A function of q, k, v that goes the way of a layer on a GPU, up to the launches."""
-    planner_or_skip()
     ffa, library = backend()
     for name in ("forward_remote_raw", "backward_remote_raw"):
         monkeypatch.setattr(library, name, lambda *_: 0, raising=False)
