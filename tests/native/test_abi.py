@@ -64,8 +64,45 @@ CONSTANTS = {
     "MAGI_BF16": abi.BF16,
     "MAGI_FP16": abi.FP16,
     "MAGI_FP32": abi.FP32,
+    "MAGI_ROW_PARTS": abi.ROW_PARTS,
+    "MAGI_ROW_RANGES": abi.ROW_RANGES,
+    "MAGI_RAW": abi.RAW,
+    "MAGI_ROWS_ALL": abi.ROWS_ALL,
+    "MAGI_ROWS_INT32": abi.ROWS_INT32,
+    "MAGI_RANGES_INT32": abi.RANGES_INT32,
+    "MAGI_RANGES_INT64": abi.RANGES_INT64,
     "MAGI_FWD": abi.FWD,
     "MAGI_BWD": abi.BWD,
+}
+
+# ---- parameters of the row kernels, which are packed without a mirror
+LIST, PART = abi.ROW_LIST.size, abi.ROW_PART.size
+# (struct, field) -> where the packed parts put it
+COPY, FILL, REDUCE, MERGE = (s.size for s in (abi.ROW_COPY, abi.ROW_FILL, abi.ROW_REDUCE, abi.ROW_MERGE))
+LSE = abi.ROW_MERGE_LSE.size
+ROW_OFFSETS = {
+    ("magi_row_copy_params", "in_rows"): COPY,
+    ("magi_row_copy_params", "out_rows"): COPY + LIST,
+    ("magi_row_copy_params", "stream"): COPY + 2 * LIST,
+    ("magi_row_copy_params", "part"): COPY + 2 * LIST + 8,
+    ("magi_row_fill_params", "rows"): FILL,
+    ("magi_row_fill_params", "out"): FILL + LIST,
+    ("magi_row_fill_params", "stream"): FILL + LIST + 8,
+    ("magi_row_reduce_params", "rows"): REDUCE - 24,
+    ("magi_row_reduce_params", "stream"): REDUCE,
+    ("magi_row_reduce_params", "part"): REDUCE + 8,
+    ("magi_row_merge_params", "rows"): MERGE - 24,
+    ("magi_row_merge_params", "stream"): MERGE,
+    ("magi_row_merge_params", "in_lse"): MERGE + 8,
+    ("magi_row_merge_params", "part"): MERGE + 8 + LSE,
+}
+ROW_SIZES = {
+    "magi_row_list": LIST,
+    "magi_row_part": PART,
+    "magi_row_copy_params": COPY + 2 * LIST + 8 + abi.ROW_PARTS * PART,
+    "magi_row_fill_params": FILL + LIST + 16,
+    "magi_row_reduce_params": REDUCE + 8 + abi.ROW_PARTS * PART,
+    "magi_row_merge_params": MERGE + 8 + LSE + PART,
 }
 
 
@@ -76,11 +113,13 @@ def measured(tmp_path_factory) -> dict[str, int]:
     if compiler is None:
         pytest.skip("There is no C compiler.")
     lines = ["#include <stddef.h>", "#include <stdio.h>", '#include "magi/symm.h"']
-    lines += ['#include "magi/schedule.h"', '#include "magi/index.h"', "int main(void) {"]
+    lines += ['#include "magi/schedule.h"', '#include "magi/index.h"', '#include "magi/rows.h"', "int main(void) {"]
     for name, mirror in STRUCTS.items():
         lines.append(f'printf("{name} %zu\\n", sizeof({name}));')
         for field, *_ in mirror._fields_:
             lines.append(f'printf("{name}.{field} %zu\\n", offsetof({name}, {field}));')
+    lines += [f'printf("{name} %zu\\n", sizeof({name}));' for name in ROW_SIZES]
+    lines += [f'printf("{name}.{field} %zu\\n", offsetof({name}, {field}));' for name, field in ROW_OFFSETS]
     lines += [f'printf("{name} %d\\n", (int)({name}));' for name in CONSTANTS]
     lines.append("return 0; }")
     folder = tmp_path_factory.mktemp("abi")
@@ -105,6 +144,11 @@ def test_structs(measured, name):
 
 def test_constants(measured):
     assert {name: measured[name] for name in CONSTANTS} == CONSTANTS
+
+
+def test_rows_are_packed_as_c_lays_them_out(measured):
+    assert {name: measured[name] for name in ROW_SIZES} == ROW_SIZES
+    assert {key: measured[".".join(key)] for key in ROW_OFFSETS} == ROW_OFFSETS
 
 
 def test_addresses_are_the_tail_of_the_parameters():
