@@ -237,8 +237,8 @@ def test_device_stream_capture_and_environment(public, case, monkeypatch):
         assert again.find() is not None
 
 
-def test_entries_go_with_their_tensors(public):
-    ffa, _ = public
+def test_entries_go_with_their_tensors(public, monkeypatch):
+    ffa, simulator = public
     q, k, v = inputs(32, 32)
     mask = tensors(Mask.causal(32).slices)
     for scale in (0.25, 0.5):
@@ -259,6 +259,7 @@ def test_entries_go_with_their_tensors(public):
         assert len(KNOWN) == 1
     assert q_ranges is not None
     kept = tensors(Mask.causal(32).slices)
+    monkeypatch.setattr(simulator, "forward_raw", lambda params: abi.OK)  # launches nothing
     for i in range(1030):
         flex_flash_attn_func(q[:16], k[:16], v[:16], kept[0][:0], kept[1][:0], None, sm_margin=i)
         assert len(KNOWN) <= 1024

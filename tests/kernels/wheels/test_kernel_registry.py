@@ -4,20 +4,13 @@
 from __future__ import annotations
 
 import logging
-import os
-import subprocess
-import sys
 from dataclasses import FrozenInstanceError, dataclass
-from pathlib import Path
 
 import pytest
 import torch
 
 from magi_attention.errors import ContractError, NoBackendError
 from magi_attention.kernels import AttnOptions, Backend, Problem, Registry, SdpaBackend, default_registry, registry
-from magi_attention.testing.waiting import DEADLINE_S
-
-ROOT = Path(__file__).resolve().parents[3]
 
 
 @dataclass(frozen=True)
@@ -59,14 +52,6 @@ def test_a_cpu_is_no_fallback_that_anyone_would_mend(caplog):
         for _ in range(3):
             _, reason = default_registry().select(problem(), "ffa")
     assert [r.getMessage() for r in caplog.records] == [QUIET] and "in place of 'ffa'" in reason
-
-
-def test_all_ranks_say_it_once():
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(ROOT / "examples" / "03_context_parallel.py"), "2"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=DEADLINE_S)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.count(QUIET) == 1 and "in place of" not in done.stderr
 
 
 @pytest.mark.parametrize("name", ["sdpa", "sdpa_ol"])
