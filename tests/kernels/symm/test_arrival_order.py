@@ -55,11 +55,11 @@ def waits(mask: RemoteMask, plan: TilePlan, tile: int) -> list[tuple[float, floa
     first, count = plan.tiles[tile, 2:4].tolist()
     found, done = [], 0
     for low, high in plan.records[first : first + count, 0:2].tolist():
-        for key in range(high - 1, low - 1, -1):
-            if key >= mask.base and (key == high - 1 or (key - mask.base) % TILE == TILE - 1):
-                signal = mask.arrivals[(key - mask.base) // TILE]
-                found.append((done * 128 * mask.pace.pair, mask.pace.signals[signal]))
-            done += 1
+        keys = np.arange(high - 1, max(low, mask.base) - 1, -1)
+        for key in keys[(keys == high - 1) | ((keys - mask.base) % TILE == TILE - 1)].tolist():
+            signal = mask.arrivals[(key - mask.base) // TILE]
+            found.append(((done + high - 1 - key) * 128 * mask.pace.pair, mask.pace.signals[signal]))
+        done += high - low
     return [*found, (done * 128 * mask.pace.pair, 0.0)]
 
 
@@ -76,10 +76,10 @@ def test_tiles_of_keys_go_as_they_arrive(seed: int) -> None:
 
 def idle(mask: RemoteMask, plan: TilePlan, order: np.ndarray) -> float:
     """Seconds that multiprocessors wait, if tiles are taken in this order, each for all heads."""
-    free, lost = [0.0] * 116, 0.0
+    free, lost, walks = [0.0] * 116, 0.0, [waits(mask, plan, tile) for tile in range(len(plan.tiles))]
     for tile in np.repeat(order, HEADS // PACK).tolist():
         begin = now = heapq.heappop(free)
-        walk = waits(mask, plan, tile)
+        walk = walks[tile]
         for before, there in walk:
             now = max(now, there - before)
         lost += now - begin
