@@ -10,6 +10,7 @@ import numpy as np
 
 from magi_attention.native import abi
 from magi_attention.native.loader import load
+from magi_attention.native.planner.tile_plan import TilePlan
 from magi_attention.native.toolchain import PLANNER
 from magi_attention.testing.libraries import planner_or_skip
 from magi_attention.testing.masks import random_slices
@@ -70,13 +71,9 @@ class View:
     def __init__(self, plan: np.ndarray) -> None:
         self.plan = plan
         self.header = plan[:28].view(HEADER)
-        h = self.header[0]
-        tiles, order, records = int(h["words_tiles"]), int(h["words_order"]), int(h["words_records"])
-        num_tiles, num_segments, words = int(h["num_tiles"]), int(h["num_segments"]), int(h["segment_words"])
-        self.tiles = plan[tiles : tiles + 8 * num_tiles].view(TILE)
-        self.order = plan[order : order + num_tiles]
-        self.records = plan[records : records + num_segments * words].reshape(num_segments, words)
-        self.tile_tokens, self.num_groups = int(h["tile_tokens"]), int(h["num_groups"])
+        parsed = TilePlan(plan)
+        self.tiles, self.order, self.records = parsed.tiles.view(TILE)[:, 0], parsed.order, parsed.records
+        self.tile_tokens, self.num_groups = parsed.header.tile_tokens, parsed.header.num_groups
 
     def segment(self, record: int) -> np.ndarray:
         """Header of a record, a view of shape ``(1,)``."""
