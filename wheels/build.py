@@ -50,6 +50,7 @@ from record import Record  # noqa: E402
 
 from magi_attention.errors import BuildError  # noqa: E402
 from magi_attention.native import toolchain  # noqa: E402
+from magi_attention.native.build import locked  # noqa: E402
 
 WORK = ROOT / "build" / "wheels"
 TOOLS = ROOT / "wheels" / "tools.txt"
@@ -375,6 +376,12 @@ def main(arguments: list[str] | None = None) -> int:
     os.umask(0o022)
     if options.engine == "cibuildwheel":
         return by_cibuildwheel(options, options.out)
+    with locked(WORK):  # two builds would take each other's files away
+        return build_and_check(options)
+
+
+def build_and_check(options: argparse.Namespace) -> int:
+    """What ``main`` gives for wheels that are built here."""
     before = revision(), source_key(sources())
     options.record = options.record and Record(options.record, ROOT, sources())
     chosen = plan(options)

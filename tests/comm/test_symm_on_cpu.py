@@ -99,7 +99,7 @@ def draw(rng: torch.Generator, rows: int, width: int, dtype: torch.dtype, apart:
 
 def one_launch_parts(seed: int):
     rng = np.random.default_rng(seed)
-    world, total = int(rng.choice((2, 3, 4))), int(rng.integers(300, 900))
+    world, total = int(rng.choice((2, 3, 4, 8))), int(rng.integers(300, 900))
     dispatch = DispatchConfig(chunk_size=int(rng.integers(10, 150)))
     config = DistAttnConfig(dispatch, OverlapConfig(degree=1, min_chunk_size=16))
     slices = SliceTable(random_slices(rng, total, total, max_slices=8))
