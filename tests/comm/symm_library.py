@@ -37,7 +37,7 @@ def compiled(folder: Path) -> ctypes.CDLL:
     csrc, folder = csrc_or_skip(), folder / "buffers"
 
     def write_sources() -> None:
-        (folder / "comm" / "symm").mkdir(parents=True)
+        (folder / "comm" / "symm").mkdir(parents=True, exist_ok=True)
         for file in sorted((csrc / "comm" / "symm").glob("*.cu*")):
             (folder / "comm" / "symm" / file.name).write_text(for_the_cpu(file.read_text()))
 

@@ -3,13 +3,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
+import pytest
 import torch
 from forward_oracle import NEG_INF, Inputs, by_rows, dense
 
 from magi_attention.common.slices import to_dense
+from magi_attention.kernels.ffa import backward as ffa_backward
 from magi_attention.kernels.types import AttnOptions, Grads
+from magi_attention.native import abi
+from magi_attention.native.ffa import FfaLibrary
 
 NAMES = ("dq", "dk", "dv", "dsink")
 
@@ -172,3 +178,28 @@ def assert_near(got: Grads, want: Grads, note: object = "") -> None:
         a, b = getattr(got, name).double(), getattr(want, name).double()
         apart = ((a - b).norm() / b.norm()).item()
         assert apart < 4e-3, f"{note} {name}: {apart:.1e} of its norm apart"
+
+
+class WatchedLibrary:
+    """A library of kernels that notes the parameters of each backward."""
+
+    def __init__(self, library: FfaLibrary, note: Callable[[abi.FfaBwdParams], None]) -> None:
+        self._library, self._note = library, note
+
+    def backward_raw(self, params: bytes) -> int:
+        self._note(abi.FfaBwdParams.from_buffer_copy(params))
+        return self._library.backward_raw(params)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._library, name)
+
+
+def watch_backwards(monkeypatch: pytest.MonkeyPatch, note: Callable[[abi.FfaBwdParams], None]) -> None:
+    """Has ``note`` called with the parameters of each launch of keys that are all there."""
+    prepare = ffa_backward.BackwardCalls._call
+
+    def watched(self, *args):
+        call = prepare(self, *args)
+        return replace(call, library=WatchedLibrary(call.library, note))
+
+    monkeypatch.setattr(ffa_backward.BackwardCalls, "_call", watched)

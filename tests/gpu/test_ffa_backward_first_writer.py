@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from backward_oracle import assert_grads, assert_near, assert_same, make_dout, truth
+from backward_oracle import assert_grads, assert_near, assert_same, make_dout, truth, watch_backwards
 from forward_oracle import make_inputs
 from graph_capture import capture
 from long_kernels import beside_long_kernels
@@ -67,13 +67,8 @@ def mode(request, monkeypatch) -> Mode:
 @pytest.fixture
 def orders(monkeypatch) -> list[int]:
     """The order of dq of each launch."""
-    found, start = [], ffa_backward._start
-
-    def watched(library, params: bytes, *rest) -> int:
-        found.append(abi.FfaBwdParams.from_buffer_copy(params).dq_mode)
-        return start(library, params, *rest)
-
-    monkeypatch.setattr(ffa_backward, "_start", watched)
+    found: list[int] = []
+    watch_backwards(monkeypatch, lambda params: found.append(params.dq_mode))
     return found
 
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from backward_oracle import assert_grads, assert_same, make_dout, options_of, truth
+from backward_oracle import assert_grads, assert_same, make_dout, options_of, truth, watch_backwards
 from forward_oracle import Inputs, make_inputs
 from long_kernels import beside_long_kernels
 from places import in_a_process
@@ -56,12 +56,8 @@ class Calls:
         self.options = replace(options_of(x), deterministic=not schedule.first_writer)
         self.launches: list[abi.FfaBwdParams] = []
         if monkeypatch is not None:
-            start = ffa_backward._start
             monkeypatch.setattr(ffa_backward, "select_schedule", lambda *_: schedule)
-            monkeypatch.setattr(ffa_backward, "_start", lambda *a: self._note(a[1]) or start(*a))
-
-    def _note(self, params: bytes) -> None:
-        self.launches.append(abi.FfaBwdParams.from_buffer_copy(params))
+            watch_backwards(monkeypatch, self.launches.append)
 
     def __call__(self) -> Grads:
         x = self.x
