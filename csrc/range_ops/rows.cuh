@@ -208,7 +208,7 @@ inline magi_status check_part(const magi_row_part& part) {
   return MAGI_OK;
 }
 
-// Of a call on several parts: its version and rows, too, and that all parts have the same dtypes.
+// The same for a call on several parts: its version, its rows, and one dtype for all parts.
 template <typename Params>
 magi_status check_parts(const Params& p) {
   MAGI_RETURN(check_rows(p.version, p.num_rows));

@@ -24,7 +24,7 @@ PATTERN = "G*G-"
 
 
 def causal_conv1d(x, weight, bias, activation, initial_state, output_final_state, cu_seqlens):
-    """Of one document."""
+    """The convolution of one document."""
     assert activation == "silu" and initial_state is None and not output_final_state and cu_seqlens is None
     padded = F.pad(x.mT, (weight.shape[1] - 1, 0))
     return F.silu(F.conv1d(padded, weight[:, None], bias, groups=len(weight)).mT), None

@@ -36,7 +36,8 @@ inline magi_status check_ctas(int32_t num_ctas) {
   return fail(MAGI_INVALID_ARGUMENT, "%d CTAs; give one or more.", num_ctas);
 }
 
-// Of a call that moves rows as they are; `strides` and `addresses` are those of the caller's side.
+// The same for a call that moves rows as they are; `strides` and `addresses` are those of the
+// caller's side.
 template <typename Params, typename Address>
 magi_status check_moved_rows(const Params& p, const int64_t* strides, const Address* addresses) {
   MAGI_RETURN(check_call(p));

@@ -218,7 +218,7 @@ def _key(
 
 
 def _addresses(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None, takes_columns: bool) -> tuple[int, int, int]:
-    """Of q, k and v; columns of k are a v where the kernel takes one, else it gets none."""
+    """q, k and v. Without a v the kernel gets columns of k if it ``takes_columns``, else none."""
     k_at = k.data_ptr()
     return q.data_ptr(), k_at, v.data_ptr() if v is not None else k_at if takes_columns else 0
 

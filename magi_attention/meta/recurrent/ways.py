@@ -38,8 +38,8 @@ _LAYERS = {
 
 @dataclass(frozen=True)
 class Traffic:
-    """Of a forward: ``busiest`` are the bytes that come to the rank which gets most, summed over exchanges that wait
-    for one another; ``total`` those of all ranks."""
+    """What a forward moves. ``busiest``: bytes that come to the rank which gets most, summed over exchanges that wait
+    for one another. ``total``: bytes of all ranks."""
 
     exchanges: int = 0
     busiest: int = 0
@@ -92,7 +92,7 @@ class Moved(NamedTuple):
 
     @classmethod
     def of(cls, sizes: Iterable[tuple[Hashable, int]]) -> Moved:
-        """Of ``(dtype, bytes)`` of each input."""
+        """The sum of ``sizes``, which are ``(dtype, bytes)`` of each input."""
         known = list(sizes)
         return cls(sum(size for _, size in known), len({dtype for dtype, _ in known}))
 
@@ -132,7 +132,7 @@ class WayCounts:
         return cls(own, shards, (rows[0], rows[1]), tuple(tokens))
 
     def traffic(self, layer: LayerBytes) -> dict[str, Traffic]:
-        """Of each way that the layer can go, "states" first."""
+        """What each way moves that the layer can go, "states" first."""
         found = {"states": self.own.cheaper(layer.state, layer.transition)[1]}
         (most, total), (most_back, total_back) = self.contiguous
         size, exchanges = layer.inputs

@@ -57,19 +57,19 @@ class IndexLibrary:
         return found
 
     def forward_prefix(self, **fields: int | float) -> bytes:
-        """Of ``IndexFwdParams``."""
+        """``IndexFwdParams`` up to the addresses."""
         return _bytes(index_abi.IndexFwdParams, fields)[: index_abi.FWD_PREFIX_BYTES]
 
     def forward_blocks_prefix(self, **fields: int | float) -> bytes:
-        """Of ``IndexFwdBlocksParams``."""
+        """``IndexFwdBlocksParams`` up to the addresses."""
         return _bytes(index_abi.IndexFwdBlocksParams, fields)[: index_abi.FWD_BLOCKS_PREFIX_BYTES]
 
     def backward_prefix(self, **fields: int | float) -> bytes:
-        """Of ``IndexBwdParams``."""
+        """``IndexBwdParams`` up to the addresses."""
         return _bytes(index_abi.IndexBwdParams, fields)[: index_abi.BWD_PREFIX_BYTES]
 
     def backward_keys_prefix(self, **fields: int | float) -> tuple[bytes, int]:
-        """Of ``IndexBwdKeysParams``; and the bytes of workspace that a call needs, at a multiple of 128.
+        """``IndexBwdKeysParams`` up to the addresses, and the bytes of workspace that a call needs, in steps of 128.
 
         For the current device, because these depend on how many multiprocessors there are.
         """
@@ -80,7 +80,7 @@ class IndexLibrary:
         return params[: index_abi.BWD_KEYS_PREFIX_BYTES], need.value
 
     def sum_prefix(self, **fields: int) -> bytes:
-        """Of ``IndexSumParams``."""
+        """``IndexSumParams`` up to the addresses."""
         return _bytes(index_abi.IndexSumParams, fields)[: index_abi.SUM_PREFIX_BYTES]
 
     def prepare(self, **fields: int | None) -> None:

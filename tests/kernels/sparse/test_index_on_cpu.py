@@ -132,8 +132,8 @@ def test_lists_are_inverted_once(library, name, monkeypatch):
 
 @pytest.mark.parametrize("seed", range(6))
 def test_sums_of_shares(library, seed):
-    """Of keys that up to 90 lists read, some lists at a time: as float32 numbers are added one by one, in the order of
-    first keys of blocks, lists and tiles; those that a list does not see are NaN."""
+    """Up to 90 lists read a key, and some lists are summed at a time. Float32 numbers are added one by one, in the
+    order of first keys of blocks, lists and tiles. Shares of keys that a list does not see are NaN."""
     print(f"seed {seed}")
     gen = torch.Generator().manual_seed(seed)
     num_lists, heads, width, total_k, block, tiles = 90, 1 + seed % 2, 3, 7, (1, 3, 4)[seed % 3], 1 + seed % 3

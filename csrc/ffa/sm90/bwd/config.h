@@ -28,7 +28,7 @@ struct BwdConfig {
   template <bool kIsGeneral2, bool kSemaphored2>
   using With = BwdConfig<T_, kD_, kDv_, kIsGeneral2, kSemaphored2, kBlockM_, kPasses_>;
   // With what few calls use, told at run time: softcap and dropout. Only with semaphores: at head
-  // dim 128 atomics were 8% to 15% slower there, at 64, 192 and 256 they were up to 6% faster.
+  // dim 128 atomics were 8% to 17% slower there, at 64 and 192 up to 6% faster.
   static constexpr bool kIsGeneral = kIsGeneral_;
   // dq is summed in an order that does not depend on time, or after a first one that stores: see
   // bwd/schedule/semaphore_targets.cuh.
