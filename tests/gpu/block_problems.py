@@ -15,7 +15,7 @@ import torch
 
 from magi_attention.kernels.index_attn.choice import default_backends
 from magi_attention.native.families import SM90
-from magi_attention.native.index.calls import IndexLibrary
+from magi_attention.native.index.calls import IndexLibrary, bound_library
 
 DEVICE = "cuda"
 NEEDS_HOPPER = [
@@ -45,7 +45,7 @@ def draw_blocks(case: tuple, gen: torch.Generator) -> torch.Tensor:
 def noted_launches(
     monkeypatch: pytest.MonkeyPatch, entry: str, params: type, note: Callable[[Any], object]
 ) -> Iterator[None]:
-    """``note`` gets the parameters of each launch by ``entry`` of ``IndexLibrary``. No call was prepared before."""
+    """``note`` gets the parameters of each launch by ``entry`` of ``IndexLibrary``, which is bound anew."""
     bind = IndexLibrary._bind
 
     def bind_noted(self: IndexLibrary) -> None:
@@ -59,6 +59,12 @@ def noted_launches(
         setattr(self, entry, run)
 
     monkeypatch.setattr(IndexLibrary, "_bind", bind_noted)
-    default_backends.cache_clear()
+    _forget_calls()
     yield
+    _forget_calls()
+
+
+def _forget_calls() -> None:
+    """Neither a prepared call nor the bound library is kept, so that the next call binds and prepares anew."""
     default_backends.cache_clear()
+    bound_library.cache_clear()

@@ -103,9 +103,9 @@ def _bytes(kind: type[ctypes.Structure], fields: dict[str, Any]) -> bytes:
 
 def load_index() -> IndexLibrary:
     """Those of this installation; ``UnsupportedError`` if there are none."""
-    return _of(load(SM90.library))
+    return bound_library(load(SM90.library))
 
 
 @lru_cache(maxsize=4)
-def _of(library: ctypes.CDLL) -> IndexLibrary:
+def bound_library(library: ctypes.CDLL) -> IndexLibrary:
     return IndexLibrary(library)
