@@ -83,7 +83,9 @@ __device__ __forceinline__ void publish_end(const P& p, const Smem& smem,
   leave_work_tiles(p);
 }
 
-// One lane. Schedules work tiles two ahead and stages the segment records of each in shared memory.
+// One lane. Publishes work tiles and stages the segment records of each in shared memory. A work
+// tile is taken as late as its look-ups allow, when `issued` says that few copies of the one before
+// are left: with tiles taken earlier the last ones would not go to the CTAs that are free first.
 //
 // `coords(work tile, &order_idx, &head_unit, &part)` says what each of the `total` is, and
 // `part_of(where the tile's description is in the plan, order_idx, part)` gives the fourth word of
@@ -99,44 +101,20 @@ __device__ __forceinline__ PipelineState schedule_work_tiles(const P& p, const S
   const int32_t first_order_at = header[offsetof(magi_tile_plan_header, words_first_order) / 4];
   const int32_t records_at = header[offsetof(magi_tile_plan_header, words_records) / 4];
   const int32_t segment_words = header[offsetof(magi_tile_plan_header, segment_words) / 4];
-  auto segments_of = [&](int tile) {  // first record, number of records
-    return *reinterpret_cast<const int2*>(p.plan + tiles_at + 8 * tile +
-                                          offsetof(magi_tile_desc, segment_begin) / 4);
-  };
   PipelineState state;
-  int work_tile = blockIdx.x;
-  int next = work_tile < total ? atomicAdd(p.workspace, 1) + gridDim.x : total;
-  int head_unit = 0, tile = 0, word = 0;
-  int2 desc = make_int2(0, 0);
-  // A work tile is of the first L2 group if its head is.
-  auto tile_at = [&](int of_head, int at) {
-    return tile_of(p, order_at, first_order_at, of_head * p.num_tiles, at);
-  };
-  if (work_tile < total) {
-    int order_idx = 0, part = 0;
+#pragma unroll 1
+  for (int work_tile = blockIdx.x; work_tile < total;
+       work_tile = atomicAdd(p.workspace, 1) + gridDim.x) {
+    int order_idx = 0, head_unit = 0, part = 0;
     coords(work_tile, &order_idx, &head_unit, &part);
-    tile = tile_at(head_unit, order_idx);
-    word = part_of(tiles_at + 8 * tile, order_idx, part);
-    desc = segments_of(tile);
-  }
-  while (work_tile < total) {
-    // The look-ups of the next work tile travel while this one is scheduled.
-    const int after = next < total ? atomicAdd(p.workspace, 1) + gridDim.x : total;
-    int next_order_idx = 0, next_head = 0, next_part = 0, next_tile = 0;
-    if (next < total) {
-      coords(next, &next_order_idx, &next_head, &next_part);
-      next_tile = tile_at(next_head, next_order_idx);
-    }
-    if (word != kNoPart)
-      publish_work_tile(p, smem, state, tile, head_unit, desc, word, records_at, segment_words);
-    work_tile = next;
-    next = after;
-    tile = next_tile;
-    head_unit = next_head;
-    if (work_tile < total) {
-      word = part_of(tiles_at + 8 * tile, next_order_idx, next_part);
-      desc = segments_of(tile);
-    }
+    // A work tile is of the first L2 group if its head is.
+    const int tile = tile_of(p, order_at, first_order_at, head_unit * p.num_tiles, order_idx);
+    const int word = part_of(tiles_at + 8 * tile, order_idx, part);
+    if (word == kNoPart) continue;
+    const int2 segments = *reinterpret_cast<const int2*>(  // first record, number of records
+        p.plan + tiles_at + 8 * tile + offsetof(magi_tile_desc, segment_begin) / 4);
+    publish_work_tile(p, smem, state, tile, head_unit, segments, word, records_at, segment_words);
+    mbar_wait(smem.issued(), state.work_stage() ^ 1);  // a phase for each work tile
   }
   publish_end(p, smem, state);
   return state;

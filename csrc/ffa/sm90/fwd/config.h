@@ -65,7 +65,7 @@ struct FwdConfig {
   static constexpr int kConsumerRegisters = kGroups == 3 ? 160 : 232;
   static constexpr int kProducerRegisters = kGroups == 3 ? 32 : 40;
 
-  static constexpr uint32_t kBarrierBytes = 256;  // 25 barriers and two work tiles
+  static constexpr uint32_t kBarrierBytes = 256;  // 26 barriers and two work tiles
   static constexpr uint32_t kSegmentStages = 2;
   // Where shared memory holds fewer keys, it decides.
   static constexpr uint32_t kMostBytes = 227 * 1024;

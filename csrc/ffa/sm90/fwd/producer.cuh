@@ -47,6 +47,7 @@ struct FwdSmem {
   __device__ uint32_t v_raw(uint32_t s) const {
     return bar(22 + s);
   }  // arrived, but with rows to be cleared
+  __device__ uint32_t issued() const { return bar(25); }  // nearly all copies of a work tile are
   // A work tile as four words: tile (-1: no more work), head unit, number of segments,
   // Part::word.
   __device__ uint32_t work_tile(uint32_t s) const { return bar(26) + 16 * s; }
@@ -67,6 +68,7 @@ struct FwdSmem {
       mbar_init(v_raw(s), 1);
       mbar_init(v_empty(s), C::kConsumerWarps);
     }
+    mbar_init(issued(), 1);
     mbar_init_fence();
   }
 };
@@ -108,6 +110,10 @@ __device__ void schedule_fwd(const FwdKernelParams& p, const FwdSmem<C>& smem) {
   end_peer_kv(p.remote, p.workspace + 2);
 }
 
+// Key blocks of a work tile that are still to be copied when the next one is taken. With the two in
+// the rings they last longer than the look-ups.
+constexpr int kBlocksAfterIssued = 4;
+
 // One lane. Copies Q, K and V tiles.
 template <typename C>
 __device__ void copy_tiles(const FwdKernelParams& p, const FwdSmem<C>& smem) {
@@ -132,6 +138,7 @@ __device__ void copy_tiles(const FwdKernelParams& p, const FwdSmem<C>& smem) {
         load_tile_4d(smem.q(q_stage) + d * C::kBlockM * 128, &p.q_map, smem.q_full(q_stage), d * 64,
                      0, work_tile.x * p.tile_tokens, work_tile.y, kEvictFirst);
     }
+    bool issued = false;
     for (int left = work_tile.z; left > 0; --left) {
       mbar_wait(smem.segment_full(state.segment_stage()), state.segment_phase());
       const Part part = Part::of_placed_word(
@@ -142,6 +149,10 @@ __device__ void copy_tiles(const FwdKernelParams& p, const FwdSmem<C>& smem) {
       state.next_segment();
       // Blocks are laid from the right end: a causal diagonal then lies in the first one.
       for (int k1 = visit.y; k1 > visit.x; k1 -= C::kBlockN) {
+        if (left == 1 && !issued && k1 - visit.x <= kBlocksAfterIssued * C::kBlockN) {
+          mbar_arrive(smem.issued());
+          issued = true;
+        }
         // A block has local or remote keys: between them are 128 that nobody sees. Rows outside a
         // tensor arrive as zeros.
         const bool is_remote = k1 > p.remote.base;
@@ -168,6 +179,7 @@ __device__ void copy_tiles(const FwdKernelParams& p, const FwdSmem<C>& smem) {
         kv.advance();
       }
     }
+    if (!issued) mbar_arrive(smem.issued());
     mbar_arrive(smem.work_empty(state.work_stage()));
     state.next_work();
   }
