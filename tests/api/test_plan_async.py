@@ -25,14 +25,14 @@ from magi_attention.kernels.ffa.plans import PlanShape, table_plan
 from magi_attention.kernels.types import AttnOptions
 from magi_attention.meta import plan as meta_plan
 from magi_attention.meta.one_launch.fused_layout import FusedLayout
-from magi_attention.native.ffa import FfaTile
+from magi_attention.native.ffa import FfaTile, ForwardTiles
 from magi_attention.native.planner.tile_plan import TilePlan
 from magi_attention.testing.masks import random_slices
 from magi_attention.testing.spawn import run_processes
 
 SHAPE = {"num_heads_q": 4, "num_heads_kv": 2, "head_dim": 128}
 TILE = FfaTile(128, 2, 1)
-KERNELS = KernelTiles(TILE, TILE, (4, 2), (128, 128), 132, AttnOptions(0.1))
+KERNELS = KernelTiles(ForwardTiles(TILE), TILE, (4, 2), (128, 128), 132, AttnOptions(0.1))
 CASES = {  # overlap degree, query moves, kernels
     "stages": (2, "never", KERNELS),
     "fetched at once": (0, "never", KERNELS),

@@ -66,7 +66,7 @@ int32_t magi_ffa_has_variant(int32_t kind, int32_t dtype, int32_t head_dim, int3
 }
 
 magi_status magi_ffa_fwd_tile(int32_t dtype, int32_t heads_q, int32_t heads_kv, int32_t head_dim,
-                              int32_t head_dim_v, int32_t* tile_tokens, int32_t* num_groups,
+                              int32_t head_dim_v, int32_t* num_groups, int32_t* few_groups,
                               int32_t* pack) {
   if (heads_kv < 1 || heads_q < 1 || heads_q % heads_kv != 0)
     return magi::fail(MAGI_INVALID_ARGUMENT, "%d query heads do not divide over %d key heads.",
@@ -78,9 +78,10 @@ magi_status magi_ffa_fwd_tile(int32_t dtype, int32_t heads_q, int32_t heads_kv, 
   p.dtype = dtype;
   MAGI_RETURN(magi::narrowest(p, "forward", &kernel));
   const int32_t group_size = heads_q / heads_kv;
-  *num_groups = magi::fwd_tile_groups(kernel.head_dim_v);
+  const magi::FwdTileGroups groups = magi::fwd_tile_groups(kernel.head_dim, kernel.head_dim_v);
+  *num_groups = groups.many;
+  *few_groups = groups.few;
   *pack = 64 % group_size == 0 ? group_size : 1;
-  *tile_tokens = 64 * *num_groups / *pack;
   return MAGI_OK;
 }
 

@@ -50,8 +50,12 @@ struct Finder {
   void offer(const Variant<Other>&) {}
 };
 
-// Groups of 64 rows in a tile of the forward variants of this head dim of v.
-int32_t fwd_tile_groups(int32_t head_dim_v);
+// Groups of 64 rows in the tiles of the forward variants of these head dims: of the tile for many
+// work tiles, and of the smaller one for few, 0 if there is none.
+struct FwdTileGroups {
+  int32_t many, few;
+};
+FwdTileGroups fwd_tile_groups(int32_t head_dim, int32_t head_dim_v);
 
 // The kernel for a call, after the checks of its parameters.
 magi_status choose(const magi_ffa_fwd_params& p, FwdVariant* found);

@@ -7,7 +7,7 @@
 
 namespace magi {
 
-int32_t fwd_tile_groups(int32_t) { return 2; }
+FwdTileGroups fwd_tile_groups(int32_t, int32_t) { return {2, 0}; }
 
 }  // namespace magi
 

@@ -7,7 +7,9 @@
 
 namespace magi {
 
-int32_t fwd_tile_groups(int32_t head_dim_v) { return fwd_groups(head_dim_v); }
+FwdTileGroups fwd_tile_groups(int32_t head_dim, int32_t head_dim_v) {
+  return {fwd_groups(head_dim_v), fwd_few_groups(head_dim, head_dim_v)};
+}
 
 }  // namespace magi
 

@@ -13,7 +13,7 @@
 extern "C" {
 #endif
 
-#define MAGI_ABI_VERSION 27
+#define MAGI_ABI_VERSION 28
 #define MAGI_EXPORT __attribute__((visibility("default")))
 
 typedef enum {
@@ -246,11 +246,12 @@ typedef struct {
   const magi_dropout* dropout; /* in host memory, read by the call; or NULL */
 } magi_ffa_fwd_params;
 
-/* Tile the kernel wants for these shapes: *tile_tokens, *num_groups and *pack for the planner and
- * the params. */
+/* The tiles that a kernel for these shapes takes: of *num_groups groups of 64 rows, and, unless
+ * *few_groups is 0, smaller ones of so many, which are faster where there are few. A row is *pack
+ * query heads of a token: a tile has 64 * groups / pack tokens. */
 MAGI_EXPORT magi_status magi_ffa_fwd_tile(int32_t dtype, int32_t heads_q, int32_t heads_kv,
-                                          int32_t head_dim, int32_t head_dim_v,
-                                          int32_t* tile_tokens, int32_t* num_groups, int32_t* pack);
+                                          int32_t head_dim, int32_t head_dim_v, int32_t* num_groups,
+                                          int32_t* few_groups, int32_t* pack);
 /* Bytes of workspace that a call with these shapes needs on the current device; pointers are not
  * looked at. Where there are fewer tiles than multiprocessors, long tiles are cut along the keys,
  * and the parts wait there to be combined. */

@@ -59,7 +59,7 @@ def tiles_of(args: argparse.Namespace) -> tuple[Any, str]:
     from magi_attention.api import kernel_tiles
     from magi_attention.kernels.ffa.ahead import KernelTiles
     from magi_attention.kernels.types import AttnOptions
-    from magi_attention.native.ffa import FfaTile
+    from magi_attention.native.ffa import FfaTile, ForwardTiles
 
     shape = {"num_heads_q": args.heads_q, "num_heads_kv": args.heads_kv, "head_dim": args.head_dim}
     is_fused = 1 < args.cp <= RANKS_OF_A_HOST
@@ -67,7 +67,7 @@ def tiles_of(args: argparse.Namespace) -> tuple[Any, str]:
     if found is not None:
         return found._replace(is_fused=is_fused), "the kernels of this GPU"
     tile, heads, options = FfaTile(128, 2, 1), (args.heads_q, args.heads_kv), AttnOptions(args.head_dim**-0.5)
-    tiles = KernelTiles(tile, tile, heads, (args.head_dim, args.head_dim), 132, options, False, is_fused)
+    tiles = KernelTiles(ForwardTiles(tile), tile, heads, (args.head_dim, args.head_dim), 132, options, False, is_fused)
     return tiles, "the kernels of an H100"
 
 

@@ -9,7 +9,7 @@ from magi_attention.common.plan_cache import Kind
 from magi_attention.common.slices import SliceTable
 from magi_attention.kernels.ffa.schedule import SCHEDULES, schedule_of
 from magi_attention.kernels.types import AttnOptions
-from magi_attention.native.ffa import FfaTile
+from magi_attention.native.ffa import FfaTile, ForwardTiles
 from magi_attention.native.planner.tile_plan import HOST_PLANS, TilePlan
 
 Kept = tuple[SliceTable, int, Any, Any]  # a slice table, and number of the kind, key and value of one of its tables
@@ -21,7 +21,7 @@ class KernelTiles(NamedTuple):
     no GPU. ``heads`` and ``head_dims``: (query, kv), and (of q and k, of v). ``is_portable``: these kernels choose no
     schedule. ``is_fused``: attention over several ranks takes one launch for each direction."""
 
-    forward: FfaTile
+    forward: ForwardTiles
     backward: FfaTile
     heads: tuple[int, int]
     head_dims: tuple[int, int]
@@ -33,7 +33,8 @@ class KernelTiles(NamedTuple):
     def make(self, slices: SliceTable, queries: int, keys: int, local_keys: int) -> None:
         """Makes the tables of ``slices`` over so many rows; they lie in its cache. The first ``local_keys``
         keys are the rank's own, mostly all of them; the others arrive while the kernel runs."""
-        for tile, is_transposed in ((self.forward, False), (self.backward, True)):
+        forward = self.forward.of(queries, self.heads[0], self.num_sms)
+        for tile, is_transposed in ((forward, False), (self.backward, True)):
             TilePlan.of_table(slices, queries, keys, tile.tokens, tile.groups, is_transposed, is_kept=True)
         if not self.is_portable:
             q_shape = queries, self.heads[0], self.head_dims[0]

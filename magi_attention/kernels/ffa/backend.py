@@ -88,7 +88,7 @@ class FfaBackend:
         May compile the kernels, as the first call would.
         """
         libraries = self._gpus.of(index).libraries
-        forward = libraries.get("fwd", dtype, *head_dims).tile(DTYPES[dtype], *heads, *head_dims)
+        forward = libraries.get("fwd", dtype, *head_dims).tiles(DTYPES[dtype], *heads, *head_dims)
         backward = libraries.get("bwd", dtype, *head_dims).backward_tile(*head_dims)
         num_sms, is_portable = self.runtime.num_sms(index), libraries.family.is_portable
         return KernelTiles(forward, backward, heads, head_dims, num_sms, options, is_portable)

@@ -188,7 +188,8 @@ class ForwardCalls:
         tokens, heads, dim = q.shape
         kernels = self._gpus.of(q.get_device())
         library = kernels.libraries.get("fwd", q.dtype, dim, v.shape[2])
-        tile = library.tile(DTYPES[q.dtype], heads, k.shape[1], dim, v.shape[2])
+        tiles = library.tiles(DTYPES[q.dtype], heads, k.shape[1], dim, v.shape[2])
+        tile = tiles.of(tokens, heads, self._gpus.runtime.num_sms(q.get_device()))
         out_dtype = q.dtype if out_dtype is None else out_dtype
         out_shape, lse_shape = (tokens, heads, v.shape[2]), (tokens, heads)
         sink_count = 0 if sink is None else sink.shape[0 if options.sink_layout == "sh" else 1]

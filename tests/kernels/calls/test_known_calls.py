@@ -243,7 +243,7 @@ def test_entries_go_with_their_tensors(public, monkeypatch):
     mask = tensors(Mask.causal(32).slices)
     for scale in (0.25, 0.5):
         flex_flash_attn_func(q, k, v, *mask, softmax_scale=scale)
-    tile = ffa.library.tile(abi.BF16, 4, 2, 16, 16)
+    tile = ffa.library.tiles(abi.BF16, 4, 2, 16, 16).many
     died = weakref.ref(ffa._gpus.given.plans.find(mask, PlanShape(32, 32, tile, head_units=4 // tile.pack), 7))
     assert len(KNOWN) == 2
     ffa._gpus.given.plans._entries.clear()

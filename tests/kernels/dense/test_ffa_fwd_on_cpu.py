@@ -162,6 +162,29 @@ def test_dropout(hopper, seed):
         torch.testing.assert_close(lse.double(), want.lse, rtol=3e-5, atol=3e-5, msg=f"{seed=}")
 
 
+@pytest.mark.parametrize("way", ("plain", "softcap", "dropout", "max_logits"))
+@pytest.mark.parametrize("is_few", (False, True))
+def test_both_tiles(hopper, way, is_few):
+    """With as many CTAs as make either tile the better one; some of them have work for more than one tile."""
+    dims, heads = (128, 128), ((3, 3), (8, 1))[is_few == (way in ("plain", "dropout"))]
+    x = make_inputs(7, [[0, 190, 0, 300, 1], [190, 420, 100, 500, 0]], 420, 500, heads, dims, torch.float16, "cpu")
+    tiles = hopper.backend.library.tiles(abi.FP16, *heads, *dims)
+    wanted = tiles.few if is_few else tiles.many
+    hopper.use(next(n for n in range(2, 40) if tiles.of(420, heads[0], n) == wanted), 7)
+    options = AttnOptions(
+        x.scale, 7.0 if way == "softcap" else 0.0, return_max_logits=way == "max_logits",
+        dropout_p=0.3 if way == "dropout" else 0.0,
+    )  # fmt: skip
+    dropout = random_dropout(7, 0.3, 420, 500) if way == "dropout" else None
+    want = SdpaBackend().forward(Operands(x.q.double(), x.k.double(), x.v.double(), x.slices, options, dropout=dropout))
+    got = hopper.backend.forward_final(Operands(x.q, x.k, x.v, x.slices, options, dropout=dropout))
+    for name, one, other in zip(("out", "lse", "max_logits"), got, (want.out, want.lse, want.max_logits)):
+        if other is not None:
+            torch.testing.assert_close(one.double(), other.double(), rtol=0.03, atol=0.03, msg=name)
+    (kept,) = x.slices.cache.values(DEVICE_PLANS)
+    assert TilePlan(kept.plan.numpy()).header.tile_tokens == wanted.tokens
+
+
 def test_which_kernels_there_are(hopper):
     has = hopper.backend.library.has
     held = [(d, dv) for d in (8, 136, 192, 200) for dv in (64, 192, 200) if has("fwd", abi.FP16, d, dv)]

@@ -23,7 +23,7 @@ from magi_attention.kernels.ffa.backend import FfaBackend
 from magi_attention.kernels.ffa.plans import RangeTensors
 from magi_attention.kernels.types import BackwardOperands, Operands
 from magi_attention.native import abi
-from magi_attention.native.ffa import BackwardNeeds, FfaTile
+from magi_attention.native.ffa import BackwardNeeds, FfaTile, ForwardTiles
 from magi_attention.native.loader import check, load
 from magi_attention.native.planner.tile_plan import TilePlan
 from magi_attention.native.toolchain import PLANNER
@@ -112,9 +112,9 @@ class Simulator:
     def has(self, kind: str, dtype: int, head_dim: int, head_dim_v: int) -> bool:
         return (kind, head_dim, head_dim_v) not in self.lacking
 
-    def tile(self, dtype: int, heads_q: int, heads_kv: int, head_dim: int, head_dim_v: int) -> FfaTile:
+    def tiles(self, dtype: int, heads_q: int, heads_kv: int, head_dim: int, head_dim_v: int) -> ForwardTiles:
         pack = heads_q // heads_kv
-        return FfaTile(self.tile_rows // pack if self.tile_rows % pack == 0 else self.tile_rows, 2, pack)
+        return ForwardTiles(FfaTile(self.tile_rows // pack if self.tile_rows % pack == 0 else self.tile_rows, 2, pack))
 
     def prefix(self, **fields: int | float) -> tuple[bytes, int]:
         params = abi.FfaFwdParams(version=abi.ABI_VERSION, workspace_bytes=self.workspace_bytes, **fields)

@@ -16,10 +16,15 @@ constexpr uint32_t fwd_segment_bytes(int tile_tokens) {
 // Consumer warpgroups, of 64 rows each: as many as the registers of a thread allow, which hold its
 // rows of the output, of the scores and of P.
 constexpr int fwd_groups(int head_dim_v) { return head_dim_v <= 128 ? 3 : 2; }
+// Those of a second, smaller tile, for calls with few work tiles; 0 where there is none.
+constexpr int fwd_few_groups(int head_dim, int head_dim_v) {
+  return head_dim == 128 && head_dim_v == 128 ? 2 : 0;
+}
 
 // Keys of a block: as many as those registers hold without spills. What else a kernel can do takes
 // registers, too.
-constexpr int fwd_keys(int head_dim_v, bool plain, bool dropout) {
+constexpr int fwd_keys(int head_dim_v, bool plain, bool dropout, int groups) {
+  if (groups < fwd_groups(head_dim_v)) return dropout ? 96 : 128;
   if (head_dim_v > 192) return dropout ? 64 : 80;
   if (head_dim_v > 128) return 96;
   if (head_dim_v > 96) return dropout ? 64 : 80;
@@ -35,8 +40,8 @@ constexpr int kSmallBlockN = 64;
 constexpr int kBlockCost = 36;
 
 template <typename T_, int kD_, int kDv_, bool kPlain_, bool kDropout_ = false,
-          int kGroups_ = fwd_groups(kDv_), int kMostKeys = fwd_keys(kDv_, kPlain_, kDropout_),
-          int kPackedSets_ = 1>
+          int kGroups_ = fwd_groups(kDv_),
+          int kMostKeys = fwd_keys(kDv_, kPlain_, kDropout_, kGroups_), int kPackedSets_ = 1>
 struct FwdConfig {
   using T = T_;
   static constexpr int kD = kD_;                 // head dim of q and k, padded to 32

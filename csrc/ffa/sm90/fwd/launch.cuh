@@ -4,6 +4,8 @@
 
 #include <cuda_runtime.h>
 
+#include <type_traits>
+
 #include "ffa/common/fwd_scalars.h"
 #include "ffa/common/host.h"
 #include "ffa/common/variant_table.h"
@@ -57,15 +59,30 @@ int64_t fwd_workspace_bytes(const FwdSplits& splits, int head_units) {
          4ll * C::kGroups * splits.tiles * head_units * splits.parts * partial_floats<C>();
 }
 
+// `run` with the groups of the call's tile, as a constant.
+template <int kD, int kDv, typename F>
+magi_status with_tile(const magi_ffa_fwd_params& a, F run) {
+  constexpr int kMany = fwd_groups(kDv), kFew = fwd_few_groups(kD, kDv);
+  const int rows = a.tile_tokens * a.pack;
+  if (64 % a.pack == 0 && rows == 64 * kMany) return run(std::integral_constant<int, kMany>{});
+  if constexpr (kFew != 0)
+    if (64 % a.pack == 0 && rows == 64 * kFew) return run(std::integral_constant<int, kFew>{});
+  return fail(MAGI_INVALID_ARGUMENT,
+              "pack %d times tile_tokens %d is not the tile of %d rows; ask magi_ffa_fwd_tile.",
+              a.pack, a.tile_tokens, 64 * kMany);
+}
+
 template <typename T, int kD, int kDv>
 magi_status variant_workspace(const magi_ffa_fwd_params& a, int64_t* bytes) {
-  using C = FwdConfig<T, kD, kDv, true>;
-  int sms = 0;
-  MAGI_RETURN(multiprocessors(&sms));
-  FwdSplits splits;
-  MAGI_RETURN(fwd_splits(a, sms, (kPartialsAt - kArrivalsAt) / C::kGroups, &splits));
-  *bytes = fwd_workspace_bytes<C>(splits, a.heads_q / a.pack);
-  return MAGI_OK;
+  return with_tile<kD, kDv>(a, [&](auto groups) {
+    using C = FwdConfig<T, kD, kDv, true, false, groups.value>;
+    int sms = 0;
+    MAGI_RETURN(multiprocessors(&sms));
+    FwdSplits splits;
+    MAGI_RETURN(fwd_splits(a, sms, (kPartialsAt - kArrivalsAt) / C::kGroups, &splits));
+    *bytes = fwd_workspace_bytes<C>(splits, a.heads_q / a.pack);
+    return MAGI_OK;
+  });
 }
 
 template <typename C>
@@ -92,13 +109,9 @@ magi_status start_fwd(const magi_ffa_fwd_params& a, const magi_ffa_remote* remot
                        k, "launching the forward kernel", early);
 }
 
-template <typename T, int kD, int kDv>
-magi_status launch_variant(const magi_ffa_fwd_params& a, const magi_ffa_remote* remote) {
-  using C = FwdConfig<T, kD, kDv, true>;
-  if (a.tile_tokens * a.pack != C::kBlockM || 64 % a.pack != 0)
-    return fail(MAGI_INVALID_ARGUMENT,
-                "pack %d times tile_tokens %d is not the tile of %d rows; ask magi_ffa_fwd_tile.",
-                a.pack, a.tile_tokens, C::kBlockM);
+template <typename T, int kD, int kDv, int kGroups>
+magi_status launch_tiles(const magi_ffa_fwd_params& a, const magi_ffa_remote* remote) {
+  using C = FwdConfig<T, kD, kDv, true, false, kGroups>;
   FwdKernelParams k;
   fwd_scalars(a, kPartialsAt, &k);
   k.total_k = a.total_k;
@@ -114,9 +127,15 @@ magi_status launch_variant(const magi_ffa_fwd_params& a, const magi_ffa_remote* 
   MAGI_RETURN(check_workspace(a.workspace_bytes, need, "magi_ffa_fwd_workspace"));
   const bool plain = k.split_tiles == 0 && !k.has_softcap && k.sink_count == 0 && !k.out_is_float;
   if (a.has_dropout)
-    return start_fwd<FwdConfig<T, kD, kDv, false, true>>(a, remote, k, work_tiles, sms);
+    return start_fwd<FwdConfig<T, kD, kDv, false, true, kGroups>>(a, remote, k, work_tiles, sms);
   if (plain) return start_fwd<C>(a, remote, k, work_tiles, sms);
-  return start_fwd<FwdConfig<T, kD, kDv, false>>(a, remote, k, work_tiles, sms);
+  return start_fwd<FwdConfig<T, kD, kDv, false, false, kGroups>>(a, remote, k, work_tiles, sms);
+}
+
+template <typename T, int kD, int kDv>
+magi_status launch_variant(const magi_ffa_fwd_params& a, const magi_ffa_remote* remote) {
+  return with_tile<kD, kDv>(
+      a, [&](auto groups) { return launch_tiles<T, kD, kDv, groups.value>(a, remote); });
 }
 
 }  // namespace magi
