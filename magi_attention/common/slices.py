@@ -286,15 +286,18 @@ class SliceTable:
     """Immutable, hashable list of AttnSlices: what plans hold and kernels consume.
 
     ``array`` is int64 ``(N, 5)`` and read-only. Equality and hash are by value, order included. ``cache`` holds what
-    was made from it, for this one object: a copy begins with an empty one.
+    was made from it, for this one object: a copy begins with an empty one. ``even_rows``: so many queries, from the
+    first on, are known to see the same keys, because there is one slice and it is full; else 0.
     """
 
-    __slots__ = ("__weakref__", "array", "cache")
+    __slots__ = ("__weakref__", "array", "cache", "even_rows")
 
     def __init__(self, array: NDArray[np.integer]) -> None:
         array = np.ascontiguousarray(as_int_array(array, "The slices")).reshape(-1, 5).copy()
         array.setflags(write=False)
         self.array = array
+        is_full = len(array) == 1 and array[0, 0] == 0 and array[0, 4] == FULL
+        self.even_rows = int(array[0, 1]) if is_full else 0
         self.cache = PlanCache()
         self.cache.count("slices", array)
 

@@ -20,6 +20,11 @@ class FfaTile(NamedTuple):
     pack: int
 
 
+# The smaller tile of head dim 128 takes 1.035 of the time for as many rows, and the counts of 2 rounds and 3 differ by 1.5
+# and 1.1 (docs/log/ffa_forward.md).
+_FEW, _FEW_IF_EVEN = 0.8, 0.94
+
+
 class ForwardTiles(NamedTuple):
     """Tiles of one forward: ``many``, which is faster for each row, and ``few``, with fewer rows, which spreads few
     tiles over more SMs; None if there is none."""
@@ -27,13 +32,14 @@ class ForwardTiles(NamedTuple):
     many: FfaTile
     few: FfaTile | None = None
 
-    def of(self, queries: int, heads_q: int, num_sms: int) -> FfaTile:
-        """``few`` where it takes a fifth less, counted in rows that an SM works on one after another."""
-        if self.few is not None and self._rows(self.few, queries, heads_q, num_sms) <= 0.8 * self._rows(
-            self.many, queries, heads_q, num_sms
-        ):
-            return self.few
-        return self.many
+    def of(self, queries: int, heads_q: int, num_sms: int, is_even: bool = False) -> FfaTile:
+        """``few`` where it takes enough less, counted in rows that an SM works on one after another. ``is_even``: all
+        tiles cost the same. Where they do not, short ones fill the gaps of the last round, so the count must gain more.
+        """
+        if self.few is None:
+            return self.many
+        many, few = (self._rows(tile, queries, heads_q, num_sms) for tile in (self.many, self.few))
+        return self.few if few <= (_FEW_IF_EVEN if is_even else _FEW) * many else self.many
 
     @staticmethod
     def _rows(tile: FfaTile, queries: int, heads_q: int, num_sms: int) -> float:

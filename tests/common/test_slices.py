@@ -176,3 +176,16 @@ def test_interval_algebra(a, b, cuts) -> None:
         list(range(s, e)) for s, e in cut.tolist()
     ]
     assert points(packing.globalize(local)) == points(a)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_even_rows_see_the_same_keys(seed):
+    rng = np.random.default_rng(seed)
+    total_q, total_k = (int(n) for n in rng.integers(1, 30, 2))
+    slices = random_slices(rng, total_q, total_k, max_slices=2)
+    if seed % 2:
+        slices = np.array([[0, rng.integers(total_q + 1), 0, total_k, rng.integers(2)]])
+    even = SliceTable(slices).even_rows
+    rows = to_dense(slices, total_q, total_k)
+    assert (rows[:even] == rows[:1]).all(), f"{seed=}"
+    assert even == len(rows) or seed % 2 == 0 or slices[0, 4] or slices[0, 1] < total_q, f"{seed=}"

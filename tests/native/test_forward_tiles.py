@@ -16,7 +16,7 @@ def busiest(tile: FfaTile, queries: int, heads: int, num_sms: int) -> int:
     return max(rows)
 
 
-def test_the_smaller_tile_where_it_is_a_fifth_less():
+def test_the_smaller_tile_where_it_takes_enough_less():
     chosen = set()
     for seed in range(300):
         rng = random.Random(seed)
@@ -27,14 +27,16 @@ def test_the_smaller_tile_where_it_is_a_fifth_less():
         many, few = (busiest(tile, queries, heads, num_sms) for tile in tiles)
         if few == 128 and -(-queries // tiles.few.tokens) * heads // pack < num_sms:
             continue  # parts of tiles, see below
-        is_few = few <= 0.8 * many
-        chosen.add(is_few)
-        assert tiles.of(queries, heads, num_sms) == (tiles.few if is_few else tiles.many), f"{seed=}"
-    assert chosen == {False, True}
+        for is_even, enough in ((False, 0.8), (True, 0.94)):
+            is_few = few <= enough * many
+            chosen.add((is_even, is_few))
+            assert tiles.of(queries, heads, num_sms, is_even) == (tiles.few if is_few else tiles.many), f"{seed=}"
+    assert len(chosen) == 4
 
 
 def test_few_tiles_are_split_and_one_tile_has_no_choice():
     tiles = ForwardTiles(FfaTile(192, 3, 1), FfaTile(128, 2, 1))
     assert tiles.of(8192, 1, 132) == tiles.many  # 43 tiles in three parts, or 64 in two
     assert tiles.of(8192, 2, 132) == tiles.few  # 86 whole ones, or 128
+    assert tiles.of(2048, 64, 132) == tiles.many and tiles.of(2048, 64, 132, is_even=True) == tiles.few  # 6 rounds, or 8
     assert ForwardTiles(tiles.many).of(8192, 2, 132) == tiles.many

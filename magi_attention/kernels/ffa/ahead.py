@@ -33,7 +33,8 @@ class KernelTiles(NamedTuple):
     def make(self, slices: SliceTable, queries: int, keys: int, local_keys: int) -> None:
         """Makes the tables of ``slices`` over so many rows; they lie in its cache. The first ``local_keys``
         keys are the rank's own, mostly all of them; the others arrive while the kernel runs."""
-        forward = self.forward.of(queries, self.heads[0], self.num_sms)
+        is_even = keys == local_keys and slices.even_rows >= queries
+        forward = self.forward.of(queries, self.heads[0], self.num_sms, is_even)
         for tile, is_transposed in ((forward, False), (self.backward, True)):
             TilePlan.of_table(slices, queries, keys, tile.tokens, tile.groups, is_transposed, is_kept=True)
         if not self.is_portable:

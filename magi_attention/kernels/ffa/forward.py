@@ -189,7 +189,7 @@ class ForwardCalls:
         kernels = self._gpus.of(q.get_device())
         library = kernels.libraries.get("fwd", q.dtype, dim, v.shape[2])
         tiles = library.tiles(DTYPES[q.dtype], heads, k.shape[1], dim, v.shape[2])
-        tile = tiles.of(tokens, heads, self._gpus.runtime.num_sms(q.get_device()))
+        tile = tiles.of(tokens, heads, self._gpus.runtime.num_sms(q.get_device()), _is_even(x))
         out_dtype = q.dtype if out_dtype is None else out_dtype
         out_shape, lse_shape = (tokens, heads, v.shape[2]), (tokens, heads)
         sink_count = 0 if sink is None else sink.shape[0 if options.sink_layout == "sh" else 1]
@@ -236,10 +236,15 @@ def _key(
     """``index``: the GPU of q."""
     q, k, v, _, options, sink, _ = x
     return (
-        q.shape, q.stride(), q.dtype, index, k.shape, k.stride(), k.dtype, k.get_device(), v.shape,
+        _is_even(x), q.shape, q.stride(), q.dtype, index, k.shape, k.stride(), k.dtype, k.get_device(), v.shape,
         v.stride(), v.dtype, v.get_device(), id(options),
         None if sink is None else (sink.shape, sink.get_device()), into is None, out_dtype, total_k, splits,
     )  # fmt: skip
+
+
+def _is_even(x: Operands) -> bool:
+    """Is it known that all queries see the same keys?"""
+    return isinstance(x.mask, SliceTable) and x.mask.even_rows >= x.q.shape[0]
 
 
 _NO_SLICES = SliceTable(np.zeros((0, 5), dtype=np.int64)).array
