@@ -20,8 +20,8 @@ class FfaTile(NamedTuple):
     pack: int
 
 
-# The smaller tile of head dim 128 takes 1.035 of the time for as many rows, and the counts of 2 rounds and 3 differ by 1.5
-# and 1.1 (docs/log/ffa_forward.md).
+# The smaller tile of head dim 128 takes 1.035 of the time for as many rows (docs/log/ffa_forward.md). Where the larger
+# one takes two rounds, the counts can differ by a third, and by a ninth with more rounds.
 _FEW, _FEW_IF_EVEN = 0.8, 0.94
 
 
