@@ -10,8 +10,9 @@
 namespace magi {
 
 // One lane. Kv heads go one after the other, so that their keys stay in L2, and the tiles of a
-// list, too. The words of a work tile are the tile, the kv head, the steps of its list, and the
-// keys of the last of these.
+// list, too. A work tile is taken when few copies of the one before are left, so that the last ones
+// go to the CTAs that are free first. The words of a work tile are the tile, the kv head, the steps
+// of its list, and the keys of the last of these.
 template <typename C>
 __device__ void schedule_lists(const IndexBlocksParams& p, const FwdSmem<C>& smem) {
   PipelineState state;
@@ -36,6 +37,7 @@ __device__ void schedule_lists(const IndexBlocksParams& p, const FwdSmem<C>& sme
              static_cast<int>(keys - static_cast<int64_t>(steps - 1) * C::kBlockN));
     mbar_arrive(smem.work_full(state.work_stage()));
     state.next_work();
+    mbar_wait(smem.issued(), state.work_stage() ^ 1);  // a phase for each work tile
   }
   publish_none(smem, state);
 }
@@ -101,6 +103,7 @@ __device__ void copy_lists(const IndexBlocksParams& p, const FwdSmem<C>& smem) {
     mbar_wait(smem.q_empty(work_tiles.stage), work_tiles.phase ^ 1);
     if (work_tile.z == 0) {  // nothing to load, but the output is staged in this stage
       mbar_arrive(q_full);
+      mbar_arrive(smem.issued());
     } else {
       mbar_expect(q_full, C::kQBytes);
 #pragma unroll
@@ -110,6 +113,7 @@ __device__ void copy_lists(const IndexBlocksParams& p, const FwdSmem<C>& smem) {
     }
 #pragma unroll 1
     for (int left = work_tile.z; left > 0; --left) {
+      if (left == min(work_tile.z, kBlocksAfterIssued)) mbar_arrive(smem.issued());
       const int present = left == 1 ? work_tile.w : C::kBlockN;
       mbar_wait(smem.k_empty(ks.stage), ks.phase ^ 1);
       mbar_expect(smem.k_full(ks.stage), C::kKBytes);
