@@ -9,6 +9,7 @@
 #include "ffa/sm90/index/bwd/producer.cuh"
 #include "ffa/sm90/index/bwd/shares.cuh"
 #include "ffa/sm90/stage_rows.cuh"
+#include "ffa/sm90/index/warp_roles.cuh"
 #include "ffa/sm90/wgmma.cuh"
 
 namespace magi {
@@ -253,22 +254,9 @@ __device__ void compute_lists(const IndexBwdParams& p, const IndexBwdSmem<C>& sm
 template <typename C>
 __global__ void __launch_bounds__(C::kThreads, 1)
     index_bwd(const __grid_constant__ IndexBwdParams p) {
-  extern __shared__ __align__(1024) uint8_t raw[];
-  const IndexBwdSmem<C> smem{smem_addr(raw)};
-  if (threadIdx.x == 0) {
-    smem.init_barriers();
-    prefetch_tensor_map(&p.q_map);
-    prefetch_tensor_map(&p.dout_map);
-    prefetch_tensor_map(&p.dq_map);
-  }
+  const auto smem = make_smem<IndexBwdSmem<C>>(p.q_map, p.dout_map, p.dq_map);
   __syncthreads();
-  if (threadIdx.x < C::kProducers) {
-    registers_shrink<C::kProducerRegisters>();
-    feed<C>(p, smem);
-  } else {
-    registers_grow<C::kConsumerRegisters>();
-    compute_lists<C>(p, smem);
-  }
+  split_roles<C>([&] { feed<C>(p, smem); }, [&] { compute_lists<C>(p, smem); });
 }
 
 }  // namespace magi

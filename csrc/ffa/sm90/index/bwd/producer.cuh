@@ -3,10 +3,8 @@
 // copies of Q and dout, and all of which bring lse and delta and gather the rows of K and V.
 #pragma once
 
-#include "ffa/common/scores.cuh"
-#include "device/shared.cuh"
 #include "ffa/sm90/index/gather.cuh"
-#include "ffa/sm90/index/bwd/params.h"
+#include "ffa/sm90/index/bwd/row_stats.cuh"
 #include "ffa/sm90/index/bwd/smem.cuh"
 #include "ffa/sm90/index/tile_walk.cuh"
 #include "ffa/sm90/index/unused_rows.cuh"
@@ -14,7 +12,7 @@
 
 namespace magi {
 
-// Rows that there are not are zeros, and get weights of 0 by an lse of infinity.
+// Rows that there are not are zeros.
 template <typename C>
 __device__ __forceinline__ void load_rows(const IndexBwdParams& p, const IndexBwdSmem<C>& smem,
                                           const WorkTile& tile) {
@@ -36,13 +34,8 @@ __device__ __forceinline__ void load_rows(const IndexBwdParams& p, const IndexBw
   // Every time, because dq is exchanged over these rows.
   clear_unused_rows<C::kRows, C::kD, C::kProducers>(smem.q(), w.rows, threadIdx.x);
   clear_unused_rows<C::kRows, C::kD, C::kProducers>(smem.dout(), w.rows, threadIdx.x);
-  if (threadIdx.x < C::kRows) {
-    const QueryRow row = query_row(w, tile, threadIdx.x / 64, threadIdx.x % 64);
-    const int64_t at = static_cast<int64_t>(row.token) * w.heads_q + row.head;
-    const uint32_t to = 4 * threadIdx.x;
-    sts_int(smem.lse() + to, __float_as_int(row.exists ? __ldg(p.lse + at) * kLog2e : INFINITY));
-    sts_int(smem.delta() + to, __float_as_int(row.exists ? __ldg(p.delta + at) : 0.f));
-  }
+  if (threadIdx.x < C::kRows)
+    load_row_stats(p, smem, query_row(w, tile, threadIdx.x / 64, threadIdx.x % 64));
   mbar_arrive(smem.q_full());
 }
 

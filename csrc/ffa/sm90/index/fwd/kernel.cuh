@@ -9,6 +9,7 @@
 #include "ffa/sm90/index/fwd/epilogue.cuh"
 #include "ffa/sm90/index/fwd/producer.cuh"
 #include "ffa/sm90/index/unused_rows.cuh"
+#include "ffa/sm90/index/warp_roles.cuh"
 
 namespace magi {
 
@@ -157,24 +158,12 @@ __device__ void compute_lists(const IndexFwdParams& p, const IndexFwdSmem<C>& sm
 template <typename C>
 __global__ void __launch_bounds__(C::kThreads, C::kCtas)
     index_fwd(const __grid_constant__ IndexFwdParams p) {
-  extern __shared__ __align__(1024) uint8_t raw[];
-  const IndexFwdSmem<C> smem{smem_addr(raw)};
-  if (threadIdx.x == 0) {
-    smem.init_barriers();
-    prefetch_tensor_map(&p.q_map);
-    prefetch_tensor_map(&p.out_map);
-  }
+  const auto smem = make_smem<IndexFwdSmem<C>>(p.q_map, p.out_map);
   // Rows of a warp are rescaled together, so what unused rows hold must not differ from run to run.
   for (int stage = 0; stage < C::kQStages; ++stage)
     clear_unused_rows<C::kBlockM, C::kD, C::kThreads>(smem.q(stage), p.work.rows, threadIdx.x);
   __syncthreads();
-  if (threadIdx.x < C::kProducers) {
-    registers_shrink<C::kProducerRegisters>();
-    feed<C>(p, smem);
-  } else {
-    registers_grow<C::kConsumerRegisters>();
-    compute_lists<C>(p, smem);
-  }
+  split_roles<C>([&] { feed<C>(p, smem); }, [&] { compute_lists<C>(p, smem); });
 }
 
 }  // namespace magi

@@ -9,6 +9,7 @@
 #include "ffa/sm90/index/mla/bwd/producer.cuh"
 #include "ffa/sm90/index/mla/products.cuh"
 #include "ffa/sm90/stage_rows.cuh"
+#include "ffa/sm90/index/warp_roles.cuh"
 
 namespace magi {
 
@@ -241,14 +242,7 @@ __device__ void compute_latent_grads(const IndexBwdParams& p, const MlaBwdSmem<C
 template <typename C>
 __global__ void __launch_bounds__(C::kThreads, C::kCtas)
     index_mla_bwd(const __grid_constant__ IndexBwdParams p) {
-  extern __shared__ __align__(1024) uint8_t raw[];
-  const MlaBwdSmem<C> smem{smem_addr(raw)};
-  if (threadIdx.x == 0) {
-    smem.init_barriers();
-    prefetch_tensor_map(&p.q_map);
-    prefetch_tensor_map(&p.dout_map);
-    prefetch_tensor_map(&p.dq_map);
-  }
+  const auto smem = make_smem<MlaBwdSmem<C>>(p.q_map, p.dout_map, p.dq_map);
   __syncthreads();
   if (threadIdx.x < C::kProducers) {
     registers_shrink<C::kProducerRegisters>();

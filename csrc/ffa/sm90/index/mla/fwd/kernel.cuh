@@ -9,6 +9,7 @@
 #include "ffa/sm90/index/mla/fwd/producer.cuh"
 #include "ffa/sm90/index/mla/products.cuh"
 #include "ffa/sm90/index/unused_rows.cuh"
+#include "ffa/sm90/index/warp_roles.cuh"
 
 namespace magi {
 
@@ -217,26 +218,17 @@ __device__ void compute_latents(const IndexFwdParams& p, const MlaFwdSmem<C>& sm
 template <typename C>
 __global__ void __launch_bounds__(C::kThreads, C::kCtas)
     index_mla_fwd(const __grid_constant__ IndexFwdParams p) {
-  extern __shared__ __align__(1024) uint8_t raw[];
-  const MlaFwdSmem<C> smem{smem_addr(raw)};
-  if (threadIdx.x == 0) {
-    smem.init_barriers();
-    prefetch_tensor_map(&p.q_map);
-    prefetch_tensor_map(&p.out_map);
-  }
+  const auto smem = make_smem<MlaFwdSmem<C>>(p.q_map, p.out_map);
   // Rows of a warp are rescaled together, so what unused rows hold must not differ from run to run.
   clear_unused_rows<C::kBlockM, C::kD, C::kThreads>(smem.q(), p.work.rows, threadIdx.x);
   __syncthreads();
-  if (threadIdx.x < C::kProducers) {
-    registers_shrink<C::kProducerRegisters>();
-    feed_latents<C>(p, smem);
-  } else {
-    registers_grow<C::kConsumerRegisters>();
+  const auto compute = [&] {
     if (uniform(threadIdx.x / 128) == 1)
       compute_latents<C, 0>(p, smem);
     else
       compute_latents<C, 1>(p, smem);
-  }
+  };
+  split_roles<C>([&] { feed_latents<C>(p, smem); }, compute);
 }
 
 }  // namespace magi
