@@ -81,14 +81,7 @@ magi_status launch_copy(const magi_row_copy_params& p, int elements_per_vector) 
   args.num_rows = p.num_rows;
   args.in_rows = p.in_rows;
   args.out_rows = p.out_rows;
-  int64_t num_chunks = 0;
-  for (int i = 0; i < p.num_parts; ++i) {
-    const magi_row_part& part = p.part[i];
-    const Walk walk = make_walk(p.num_rows, part.elements / elements_per_vector, Move::kRows, true);
-    args.part[i] = {walk, part.in_stride, part.out_stride, static_cast<const char*>(part.in),
-                    static_cast<char*>(part.out)};
-    num_chunks = std::max(num_chunks, walk.num_chunks);
-  }
+  const int64_t num_chunks = walk_parts(args, p, elements_per_vector, Move::kRows);
   int count = 0;
   MAGI_RETURN(multiprocessors(&count));
   const bool has_ranges = is_ranges(p.in_rows) || is_ranges(p.out_rows);
@@ -103,9 +96,7 @@ magi_status launch_copy(const magi_row_copy_params& p, int elements_per_vector) 
 }
 
 magi_status copy_as_is(const magi_row_copy_params& p) {
-  uint64_t bits = 0;
-  for (int i = 0; i < p.num_parts; ++i)
-    bits |= bits_of(p.part[i]) | static_cast<uint64_t>(p.part[i].elements);
+  const uint64_t bits = bits_of_parts(p, 1);
   if (bits % 16 == 0) return launch_copy<AsIs<16>>(p, 16);
   if (bits % 8 == 0) return launch_copy<AsIs<8>>(p, 8);
   if (bits % 4 == 0) return launch_copy<AsIs<4>>(p, 4);
@@ -115,29 +106,29 @@ magi_status copy_as_is(const magi_row_copy_params& p) {
 
 template <typename T>
 magi_status copy_rounded(const magi_row_copy_params& p) {
-  uint64_t bits = 0;
-  for (int i = 0; i < p.num_parts; ++i)
-    bits |= bits_of(p.part[i]) | static_cast<uint64_t>(2 * p.part[i].elements);
-  return bits % 16 == 0 ? launch_copy<Rounded<T, 8>>(p, 8) : launch_copy<Rounded<T, 1>>(p, 1);
+  return bits_of_parts(p, 2) % 16 == 0 ? launch_copy<Rounded<T, 8>>(p, 8)
+                                       : launch_copy<Rounded<T, 1>>(p, 1);
+}
+
+magi_status copy(const magi_row_copy_params& p) {
+  MAGI_RETURN(check_parts(p));
+  MAGI_RETURN(check_list(p.in_rows));
+  MAGI_RETURN(check_list(p.out_rows));
+  if (is_ranges(p.in_rows) && is_ranges(p.out_rows))
+    return fail(MAGI_INVALID_ARGUMENT, "Both lists are ranges; give row numbers on one side.");
+  if (p.num_rows == 0) return MAGI_OK;
+  const int32_t in = p.part[0].in_dtype, out = p.part[0].out_dtype;
+  if (in == MAGI_RAW && out == MAGI_RAW) return copy_as_is(p);
+  if (in == MAGI_FP32 && out == MAGI_BF16) return copy_rounded<__nv_bfloat16>(p);
+  if (in == MAGI_FP32 && out == MAGI_FP16) return copy_rounded<__half>(p);
+  return fail(MAGI_UNSUPPORTED,
+              "Rows are copied as bytes or from float32 to 16 bits, not from dtype %d to %d.", in,
+              out);
 }
 
 }  // namespace rows
 }  // namespace magi
 
 extern "C" magi_status magi_row_copy(const magi_row_copy_params* params) {
-  using namespace magi;
-  const magi_row_copy_params& p = *params;
-  MAGI_RETURN(rows::check_parts(p));
-  MAGI_RETURN(rows::check_list(p.in_rows));
-  MAGI_RETURN(rows::check_list(p.out_rows));
-  if (rows::is_ranges(p.in_rows) && rows::is_ranges(p.out_rows))
-    return fail(MAGI_INVALID_ARGUMENT, "Both lists are ranges; give row numbers on one side.");
-  if (p.num_rows == 0) return MAGI_OK;
-  const int32_t in = p.part[0].in_dtype, out = p.part[0].out_dtype;
-  if (in == MAGI_RAW && out == MAGI_RAW) return rows::copy_as_is(p);
-  if (in == MAGI_FP32 && out == MAGI_BF16) return rows::copy_rounded<__nv_bfloat16>(p);
-  if (in == MAGI_FP32 && out == MAGI_FP16) return rows::copy_rounded<__half>(p);
-  return fail(MAGI_UNSUPPORTED,
-              "Rows are copied as bytes or from float32 to 16 bits, not from dtype %d to %d.", in,
-              out);
+  return magi::rows::copy(*params);
 }

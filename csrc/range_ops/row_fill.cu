@@ -64,14 +64,9 @@ magi_status launch_fill(const magi_row_fill_params& p) {
   return cuda_status(cudaGetLastError(), "launching a fill of rows");
 }
 
-}  // namespace rows
-}  // namespace magi
-
-extern "C" magi_status magi_row_fill(const magi_row_fill_params* params) {
-  using namespace magi;
-  const magi_row_fill_params& p = *params;
-  MAGI_RETURN(rows::check_rows(p.version, p.num_rows));
-  MAGI_RETURN(rows::check_list(p.rows));
+magi_status fill(const magi_row_fill_params& p) {
+  MAGI_RETURN(check_rows(p.version, p.num_rows));
+  MAGI_RETURN(check_list(p.rows));
   const int size = p.value_bytes;
   if (size != 1 && size != 2 && size != 4 && size != 8)
     return fail(MAGI_INVALID_ARGUMENT, "A value of %d bytes; it has 1, 2, 4 or 8.", size);
@@ -80,13 +75,20 @@ extern "C" magi_status magi_row_fill(const magi_row_fill_params* params) {
     return fail(MAGI_INVALID_ARGUMENT,
                 "A row of %lld bytes and a value of %d; give whole values, and no other bits.",
                 static_cast<long long>(p.row_bytes), size);
-  const uint64_t bits = rows::bits_of(p.out) | static_cast<uint64_t>(p.stride | p.row_bytes);
+  const uint64_t bits = bits_of(p.out) | static_cast<uint64_t>(p.stride | p.row_bytes);
   if (bits % size != 0)
     return fail(MAGI_INVALID_ARGUMENT, "Rows do not start at multiples of %d bytes.", size);
   if (p.num_rows == 0) return MAGI_OK;
-  if (bits % 16 == 0) return rows::launch_fill<16>(p);
-  if (bits % 8 == 0) return rows::launch_fill<8>(p);
-  if (bits % 4 == 0) return rows::launch_fill<4>(p);
-  if (bits % 2 == 0) return rows::launch_fill<2>(p);
-  return rows::launch_fill<1>(p);
+  if (bits % 16 == 0) return launch_fill<16>(p);
+  if (bits % 8 == 0) return launch_fill<8>(p);
+  if (bits % 4 == 0) return launch_fill<4>(p);
+  if (bits % 2 == 0) return launch_fill<2>(p);
+  return launch_fill<1>(p);
+}
+
+}  // namespace rows
+}  // namespace magi
+
+extern "C" magi_status magi_row_fill(const magi_row_fill_params* params) {
+  return magi::rows::fill(*params);
 }

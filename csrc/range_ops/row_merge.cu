@@ -192,19 +192,21 @@ magi_status merge_from(const magi_row_merge_params& p) {
                          [&](auto* out) { return merge_as<In, Pointee<decltype(out)>>(p); });
 }
 
-}  // namespace rows
-}  // namespace magi
-
-extern "C" magi_status magi_row_merge(const magi_row_merge_params* params) {
-  using namespace magi;
-  const magi_row_merge_params& p = *params;
-  MAGI_RETURN(rows::check_rows(p.version, p.num_rows));
-  MAGI_RETURN(rows::check_part(p.part));
+magi_status merge(const magi_row_merge_params& p) {
+  MAGI_RETURN(check_rows(p.version, p.num_rows));
+  MAGI_RETURN(check_part(p.part));
   if (p.heads < 1 || p.part.elements % p.heads != 0)
     return fail(MAGI_INVALID_ARGUMENT, "%lld elements of a row are no multiple of %d heads.",
                 static_cast<long long>(p.part.elements), p.heads);
   if (p.num_rows == 0) return MAGI_OK;
-  return rows::with_float_type(
-      p.part.in_dtype, "Rows of bf16, fp16 and float32 are merged, not of dtype %d.",
-      [&](auto* in) { return rows::merge_from<rows::Pointee<decltype(in)>>(p); });
+  return with_float_type(p.part.in_dtype,
+                         "Rows of bf16, fp16 and float32 are merged, not of dtype %d.",
+                         [&](auto* in) { return merge_from<Pointee<decltype(in)>>(p); });
+}
+
+}  // namespace rows
+}  // namespace magi
+
+extern "C" magi_status magi_row_merge(const magi_row_merge_params* params) {
+  return magi::rows::merge(*params);
 }

@@ -66,14 +66,7 @@ magi_status launch_reduce(const magi_row_reduce_params& p) {
   args.rows = p.rows;
   args.begin = p.begin;
   args.sources = p.sources;
-  int64_t num_chunks = 0;
-  for (int i = 0; i < p.num_parts; ++i) {
-    const magi_row_part& part = p.part[i];
-    const Walk walk = make_walk(p.num_rows, part.elements / kElements, 1, true);
-    args.part[i] = {walk, part.in_stride, part.out_stride, static_cast<const char*>(part.in),
-                    static_cast<char*>(part.out)};
-    num_chunks = std::max(num_chunks, walk.num_chunks);
-  }
+  const int64_t num_chunks = walk_parts(args, p, kElements, 1);
   int count = 0;
   MAGI_RETURN(multiprocessors(&count));
   const dim3 grid(blocks_for(num_chunks, count), p.num_parts);
@@ -83,13 +76,9 @@ magi_status launch_reduce(const magi_row_reduce_params& p) {
 
 template <typename In, typename Out>
 magi_status reduce_as(const magi_row_reduce_params& p) {
-  uint64_t bits = 0, elements = 0;
-  for (int i = 0; i < p.num_parts; ++i) {
-    bits |= bits_of(p.part[i]);
-    elements |= static_cast<uint64_t>(p.part[i].elements);
-  }
-  return bits % 16 == 0 && elements % 8 == 0 ? launch_reduce<In, Out, 8>(p)
-                                             : launch_reduce<In, Out, 1>(p);
+  // Eight elements are at least 16 bytes.
+  return bits_of_parts(p, 2) % 16 == 0 ? launch_reduce<In, Out, 8>(p)
+                                       : launch_reduce<In, Out, 1>(p);
 }
 
 template <typename In>
@@ -99,15 +88,17 @@ magi_status reduce_from(const magi_row_reduce_params& p) {
                          [&](auto* out) { return reduce_as<In, Pointee<decltype(out)>>(p); });
 }
 
+magi_status reduce(const magi_row_reduce_params& p) {
+  MAGI_RETURN(check_parts(p));
+  if (p.num_rows == 0) return MAGI_OK;
+  return with_float_type(p.part[0].in_dtype,
+                         "Rows of bf16, fp16 and float32 are added, not of dtype %d.",
+                         [&](auto* in) { return reduce_from<Pointee<decltype(in)>>(p); });
+}
+
 }  // namespace rows
 }  // namespace magi
 
 extern "C" magi_status magi_row_reduce(const magi_row_reduce_params* params) {
-  using namespace magi;
-  const magi_row_reduce_params& p = *params;
-  MAGI_RETURN(rows::check_parts(p));
-  if (p.num_rows == 0) return MAGI_OK;
-  return rows::with_float_type(
-      p.part[0].in_dtype, "Rows of bf16, fp16 and float32 are added, not of dtype %d.",
-      [&](auto* in) { return rows::reduce_from<rows::Pointee<decltype(in)>>(p); });
+  return magi::rows::reduce(*params);
 }

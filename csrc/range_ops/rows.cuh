@@ -184,6 +184,29 @@ inline uint64_t bits_of(const magi_row_part& part) {
   return bits_of(part.in) | bits_of(part.out) |
          static_cast<uint64_t>(part.in_stride | part.out_stride);
 }
+// Of all parts, and of the bytes in a row, an element having `element_bytes`.
+template <typename Params>
+uint64_t bits_of_parts(const Params& p, int element_bytes) {
+  uint64_t bits = 0;
+  for (int i = 0; i < p.num_parts; ++i)
+    bits |= bits_of(p.part[i]) | static_cast<uint64_t>(element_bytes * p.part[i].elements);
+  return bits;
+}
+
+// Sets how each part is walked, in vectors and so many rows at a time; the chunks of the longest.
+template <typename Args, typename Params>
+int64_t walk_parts(Args& args, const Params& p, int elements_per_vector, int rows_at_a_time) {
+  int64_t num_chunks = 0;
+  for (int i = 0; i < p.num_parts; ++i) {
+    const magi_row_part& part = p.part[i];
+    const Walk walk =
+        make_walk(p.num_rows, part.elements / elements_per_vector, rows_at_a_time, true);
+    args.part[i] = {walk, part.in_stride, part.out_stride, static_cast<const char*>(part.in),
+                    static_cast<char*>(part.out)};
+    num_chunks = std::max(num_chunks, walk.num_chunks);
+  }
+  return num_chunks;
+}
 
 inline int blocks_for(int64_t num_chunks, int multiprocessor_count,
                       int blocks_per_sm = kBlocksPerSm) {
