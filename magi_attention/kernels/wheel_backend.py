@@ -34,6 +34,10 @@ class WheelKernels(Protocol):
     """The kernels of a wheel for masks with at least one pair. All tensors are contiguous, and 0 in rows that take part
     in nothing. ``_BTHD`` is (1, tokens, heads, head dim), ``_BHT`` (1, heads, tokens)."""
 
+    def why_not_own(self, p: Problem) -> str | None:
+        """Why not for ``p``, whose limits for all wheels are kept; see ``Backend.why_not``."""
+        ...
+
     def attend(
         self, qkv: QKV, slices: SliceTable, options: AttnOptions
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
@@ -58,6 +62,10 @@ class WheelBackend(WheelKernels):
         """Ahead of our portable kernels on 10.x, which do without that GPU's own matrix instructions."""
         is_blackwell = problem.capability is not None and problem.capability[0] == 10
         return self.preference_on_blackwell if is_blackwell else 0
+
+    def why_not(self, problem: Problem) -> str | None:
+        """See ``Backend.why_not``."""
+        return self._why_not_any(problem) or self.why_not_own(problem)
 
     def _why_not_any(self, p: Problem) -> str | None:
         """The limits that the kernels of all wheels have."""

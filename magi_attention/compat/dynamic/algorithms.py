@@ -17,7 +17,7 @@ from magi_attention.common.enum import DynamicAttnAlgType
 from magi_attention.common.ranges import AttnRanges
 from magi_attention.common.scalars import as_int
 from magi_attention.compat.dynamic.grid import Grid
-from magi_attention.compat.dynamic.limits import MOST_LOAD, least_limit, spread_by_flow, spread_by_sweeps
+from magi_attention.compat.dynamic.limits import MOST_LOAD, Spread, least_limit, spread_by_flow, spread_by_sweeps
 from magi_attention.compat.values.rectangles import AttnRectangles
 from magi_attention.errors import ContractError
 from magi_attention.meta.solver.placement import Ints, Placement
@@ -135,14 +135,20 @@ class GRGDynamicAttnAlgorithm(_GridAlgorithm):
         return found
 
 
-class SNFDynamicAttnAlgorithm(_GridAlgorithm):
-    """The least limit of what a rank receives: ranks choose rows under a limit, then pairs flow to ranks that have both
-    rows, by augmenting paths (``limits.py``)."""
+class _LeastLimit(_GridAlgorithm):
+    """The least limit of what a rank receives; ``_spread`` places pairs under a limit (``limits.py``)."""
 
-    _type = DynamicAttnAlgType.SIMPLEX_NETWORK_FLOW
+    _spread: ClassVar[Spread]
 
     def _ranks(self, grid: Grid, groups: int) -> Ints:
-        return least_limit(grid, spread_by_flow)
+        return least_limit(grid, self._spread)
+
+
+class SNFDynamicAttnAlgorithm(_LeastLimit):
+    """Ranks choose rows under the limit, then pairs flow to ranks that have both rows, by augmenting paths."""
+
+    _type = DynamicAttnAlgType.SIMPLEX_NETWORK_FLOW
+    _spread = staticmethod(spread_by_flow)
 
 
 class FastSNFDynamicAttnAlgorithm(SNFDynamicAttnAlgorithm):
@@ -151,13 +157,11 @@ class FastSNFDynamicAttnAlgorithm(SNFDynamicAttnAlgorithm):
     _type = DynamicAttnAlgType.FAST_SIMPLEX_NETWORK_FLOW
 
 
-class BinaryGreedyDynamicAttnAlgorithm(_GridAlgorithm):
-    """The least limit of what a rank receives, where pairs are placed greedily and in five sweeps (``limits.py``)."""
+class BinaryGreedyDynamicAttnAlgorithm(_LeastLimit):
+    """Pairs are placed greedily and in five sweeps."""
 
     _type = DynamicAttnAlgType.BINARY_GREEDY
-
-    def _ranks(self, grid: Grid, groups: int) -> Ints:
-        return least_limit(grid, spread_by_sweeps)
+    _spread = staticmethod(spread_by_sweeps)
 
 
 class BinaryGreedyParallelDynamicAttnAlgorithm(BinaryGreedyDynamicAttnAlgorithm):

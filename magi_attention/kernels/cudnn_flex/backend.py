@@ -57,11 +57,8 @@ class CudnnFlexBackend(WheelBackend):
     name: str = "cudnn_flex"
     title, preference_on_blackwell = "cudnn.flex_attention", 2
 
-    def why_not(self, problem: Problem) -> str | None:
-        p = problem
-        reason = self._why_not_any(p)
-        if reason is not None:
-            return reason
+    def why_not_own(self, p: Problem) -> str | None:
+        """See ``WheelKernels.why_not_own``."""
         dims = (p.head_dim, p.head_dim_v)
         if dims not in _WIDE and any(dim % 8 or not 8 <= dim <= 128 for dim in dims):
             fine = "multiples of 8 up to 128, (192, 128) or (256, 256)"

@@ -46,11 +46,8 @@ class Fa4Backend(WheelBackend):
     name: str = "fa4"
     title, preference_on_blackwell = "FlashAttention-4", 1
 
-    def why_not(self, problem: Problem) -> str | None:
-        p = problem
-        reason = self._why_not_any(p)
-        if reason is not None:
-            return reason
+    def why_not_own(self, p: Problem) -> str | None:
+        """See ``WheelKernels.why_not_own``."""
         if p.options.return_max_logits:
             return "FlashAttention-4 does not give the greatest logits (return_max_logits)."
         reason = _why_not_dims(p) or (_why_no_backward(p) if p.needs_backward else None)
