@@ -3,15 +3,19 @@
 
 from __future__ import annotations
 
+import io
 import multiprocessing as mp
 import os
 import pickle
+import runpy
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
 from typing import Any
+from unittest import mock
 
 from magi_attention.testing.waiting import DEADLINE_S
 
@@ -70,6 +74,31 @@ def run_processes(
                 if proc.pid is not None:
                     proc.join()
         return _collect(folder, procs, late, f"{timeout_s:g} s, or {grace_s:g} s after a failure")
+
+
+def run_program(world_size: int, path: str | os.PathLike[str], *arguments: str) -> list[str]:
+    """What a program printed on each rank: ``path`` is run as ``torchrun`` would, in processes of ``run_processes``.
+
+    The default process group is there already, so that which the program makes and destroys is this one.
+    """
+    return run_processes(world_size, _run_as_main, str(path), arguments)
+
+
+def _run_as_main(rank: int, world_size: int, path: str, arguments: tuple[str, ...]) -> str:
+    import torch.distributed as dist
+
+    variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+    os.environ.update({name: str(value) for name, value in variables.items()}, TORCHELASTIC_RUN_ID="none")
+    sys.argv, printed = [path, *arguments], io.StringIO()
+    sys.path.insert(0, os.path.dirname(path))
+    group = {"init_process_group": mock.DEFAULT, "destroy_process_group": mock.DEFAULT}
+    with mock.patch.multiple(dist, **group), redirect_stdout(printed), redirect_stderr(printed):
+        try:
+            runpy.run_path(path, run_name="__main__")
+        except SystemExit as stop:
+            if stop.code:
+                raise RuntimeError(f"{path} ended with {stop.code!r}.\n{printed.getvalue()}") from stop
+    return printed.getvalue()
 
 
 def _can_fork(backend: str) -> bool:

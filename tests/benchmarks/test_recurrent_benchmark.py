@@ -4,15 +4,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import recurrent
 import torch
 
-from magi_attention.testing.waiting import DEADLINE_S
+from magi_attention.testing.spawn import run_program
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests" / "functional"))
@@ -31,14 +29,8 @@ def measured(folder: Path, *options: str) -> dict:
     out = folder / "record"
     words = ["--tokens", "96,64", "--longest", "64", "--dims", "4", "4", "--dtype", "fp32", "--rounds", "2",
              "--repeats", "2", *options, "--out", str(out)]  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-         str(ROOT / "benchmarks" / "context_parallel.py"), "recurrent", *words],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True,
-        timeout=DEADLINE_S,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    return {**json.loads(out.with_suffix(".json").read_text()), "printed": done.stdout}
+    printed, _ = run_program(2, ROOT / "benchmarks" / "context_parallel.py", "recurrent", *words)
+    return {**json.loads(out.with_suffix(".json").read_text()), "printed": printed}
 
 
 def test_all_ways_on_two_ranks(tmp_path) -> None:
@@ -56,5 +48,5 @@ def test_all_ways_on_two_ranks(tmp_path) -> None:
 
 
 def test_heads_that_do_not_divide_have_no_row(tmp_path) -> None:
-    rows = measured(tmp_path, "--heads", "3")["results"]
+    rows = measured(tmp_path, "--heads", "3", "--tokens", "64", "--rounds", "1", "--repeats", "1")["results"]
     assert {row["way"] for row in rows} == {"states", "contiguous", "consecutive"}

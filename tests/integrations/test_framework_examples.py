@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
+from magi_attention.testing.spawn import run_program
 from magi_attention.testing.waiting import DEADLINE_S
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -61,8 +62,12 @@ def start(command: str, folder: Path, *options: str, path: Path = ROOT) -> tuple
     )  # fmt: skip
     said = _COLOR.sub("", done.stdout + done.stderr)
     assert done.returncode == 0, said[-40_000:]
+    return losses_in(said), said
+
+
+def losses_in(said: str) -> list[float]:
     steps = {match.groups()[:2]: float(match[3]) for match in _LOSS.finditer(said)}  # each rank may say it
-    return list(steps.values()), said
+    return list(steps.values())
 
 
 @pytest.mark.parametrize("name", sorted(x.name for x in EXAMPLES.glob("*.py") if x.name != "torchtitan_on_cpu.py"))
@@ -88,13 +93,17 @@ def test_dit_video():
     assert abs(other[0] - one[0]) > 1e-5
 
 
+def in_forks(command: str, *options: str) -> list[float]:
+    """The losses of a line of torchrun, whose ranks are forks."""
+    launcher, option, processes, program, *rest = shlex.split(command)
+    assert (launcher, option) == ("torchrun", "--nproc-per-node")
+    return losses_in(run_program(int(processes), ROOT / program, *rest, *options)[0])
+
+
 def test_hybrid_stack():
-    two = line("hybrid_stack.py", 2)
-    with ThreadPoolExecutor(2) as pool:
-        given = [line("hybrid_stack.py", 1), two, f"{two} --way heads"]
-        one, *others = pool.map(lambda command: start(command, ROOT)[0], given)
+    one, two = (in_forks(line("hybrid_stack.py", processes)) for processes in (1, 2))
     assert len(one) == 8 and one[-1] < 0.5 * one[0]
-    for losses in others:
+    for losses in (two, in_forks(line("hybrid_stack.py", 2), "--way", "heads")):
         np.testing.assert_allclose(losses, one, rtol=1e-5)
 
 
