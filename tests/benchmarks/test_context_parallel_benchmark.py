@@ -130,7 +130,12 @@ def peer_errors(rank: int, world: int, names: list[str], total: int, seed: int) 
     return found
 
 
-@pytest.mark.parametrize("world,total,of_masks", [(2, 250, ["causal", "varlen_full"]), (4, 172, [*masks.ALL_NAMES])])
+ALWAYS = ["causal", "varlen_full"]
+BY_DAY = [*ALWAYS, *(name for name in masks.ALL_NAMES[::3] if name not in ALWAYS)]
+BY_NIGHT = pytest.param(4, 172, [*masks.ALL_NAMES], marks=pytest.mark.nightly)
+
+
+@pytest.mark.parametrize("world,total,of_masks", [(2, 250, ALWAYS), (4, 172, BY_DAY), BY_NIGHT])
 def test_peers_equal_dense_float64_attention(world, total, of_masks):
     planner_if_possible()  # without it the ranks take 20 seconds of CPU time in place of 4
     seed = int(np.random.default_rng(world).integers(1 << 30))

@@ -166,7 +166,7 @@ def check_beside_dense(case: Case, plan, slices, total: int, tensors, sink) -> N
         assert torch.allclose(result[6], expected.max_logits, rtol=0, atol=TOLERANCE)
 
 
-@settings(max_examples=150, deadline=None, print_blob=True)
+@settings(max_examples=75, deadline=None, print_blob=True)
 @given(case=cases)
 def test_equals_dense_attention(case: Case) -> None:
     note(f"seed {case.seed}")

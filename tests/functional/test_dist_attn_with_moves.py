@@ -25,7 +25,7 @@ def with_moves(case: Case):
     return plan, slices, total, tensors, sink
 
 
-@settings(max_examples=100, deadline=None, print_blob=True)
+@settings(max_examples=50, deadline=None, print_blob=True)
 @given(case=cases)
 def test_equals_dense_attention(case: Case) -> None:
     note(f"seed {case.seed}")
@@ -54,7 +54,7 @@ def test_few_rows_travel(cp: int, document: int, chunk: int, is_high: bool, has_
     check_beside_dense(case, plan, slices, total, tensors, sink)
 
 
-@settings(max_examples=100, deadline=None, print_blob=True)
+@settings(max_examples=50, deadline=None, print_blob=True)
 @given(case=cases)
 def test_each_pair_is_computed_once(case: Case) -> None:
     note(f"seed {case.seed}")

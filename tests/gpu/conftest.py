@@ -23,6 +23,8 @@ _MUCH = 1 << 30  # bytes that torch keeps in reserve
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
+        if item.get_closest_marker("gpu") is None:
+            continue
         fixtures = getattr(item, "_fixtureinfo", None)
         defined = fixtures.name2fixturedefs.values() if fixtures else ()
         functions = [getattr(item, "function", None), *(d.func for found in defined for d in found)]

@@ -70,7 +70,9 @@ def random_case(seed: int, max_total: int = 48, cps: tuple[int, ...] = (1, 2, 3,
     return slices, total, cp, random_config(rng, total, cp)
 
 
-@pytest.mark.parametrize("batch", range(10))
+@pytest.mark.parametrize(
+    "batch", [pytest.param(n, marks=pytest.mark.nightly if n >= 5 else ()) for n in range(10)], ids=str
+)
 def test_every_pair_is_computed_once_and_sends_match_receives(batch: int) -> None:
     for seed in range(batch * BATCH, (batch + 1) * BATCH):
         slices, total, cp, config = random_case(seed)
