@@ -94,7 +94,13 @@ def attention(hopper, one: NodeFusedAttention, plan, t, tensors, options: AttnOp
 
 
 def main(
-    rank: int, world: int, libraries: tuple[str, str], folder: str, sizes: tuple[int, ...], seeds: tuple[int, ...], rows: int
+    rank: int,
+    world: int,
+    libraries: tuple[str, str],
+    folder: str,
+    sizes: tuple[int, ...],
+    seeds: tuple[int, ...],
+    rows: int,
 ) -> list[tuple[int, list[torch.Tensor]]]:
     exchange, path = libraries
     t = as_transport(dist.new_group())
