@@ -89,13 +89,13 @@ def test_on_one_rank(degree):
 
 def on_two_ranks(rank: int, world: int) -> float:
     worst = 0.0
-    for degree, hide_tail in ((0, "0"), (1, "0"), (2, "1")):
+    for degree, hide_tail in ((0, "0"), (2, "1")):  # with one stage: many_masks_on_two_ranks
         os.environ["MAGI_ATTENTION_BWD_HIDE_TAIL_REDUCE"] = hide_tail
         worst = max(worst, *differences(dist.group.WORLD, degree, rank))
     return worst
 
 
-def graphs_of_many_masks(group, degree: int, masks: int = 14) -> int:
+def graphs_of_many_masks(group, degree: int, masks: int = 10) -> int:
     """How often a model is compiled for so many masks; torch gives up after eight."""
     torch._dynamo.reset()
     compiled_graphs = []
