@@ -27,7 +27,7 @@ def test_the_recurrence_that_it_times() -> None:
 
 def measured(folder: Path, *options: str) -> dict:
     out = folder / "record"
-    words = ["--tokens", "96,64", "--longest", "64", "--dims", "4", "4", "--dtype", "fp32", "--rounds", "2",
+    words = ["--tokens", "48,32", "--longest", "32", "--dims", "4", "4", "--dtype", "fp32", "--rounds", "2",
              "--repeats", "2", *options, "--out", str(out)]  # fmt: skip
     printed, _ = run_program(2, ROOT / "benchmarks" / "context_parallel.py", "recurrent", *words)
     return {**json.loads(out.with_suffix(".json").read_text()), "printed": printed}
@@ -36,7 +36,7 @@ def measured(folder: Path, *options: str) -> dict:
 def test_all_ways_on_two_ranks(tmp_path) -> None:
     record = measured(tmp_path, "--heads", "4", "--key-heads", "2")
     ways = ["states", "contiguous", "heads", "consecutive"]
-    assert [(row["tokens"], row["way"]) for row in record["results"]] == [(n, way) for n in (96, 64) for way in ways]
+    assert [(row["tokens"], row["way"]) for row in record["results"]] == [(n, way) for n in (48, 32) for way in ways]
     for row in record["results"]:
         assert row["ms"].keys() == {"forward", "backward", "both"} and min(row["ms"].values()) > 0
         assert len(row["rounds_ms"]) == 2 and row["way"] in record["printed"]
@@ -48,5 +48,5 @@ def test_all_ways_on_two_ranks(tmp_path) -> None:
 
 
 def test_heads_that_do_not_divide_have_no_row(tmp_path) -> None:
-    rows = measured(tmp_path, "--heads", "3", "--tokens", "64", "--rounds", "1", "--repeats", "1")["results"]
+    rows = measured(tmp_path, "--heads", "3", "--tokens", "32", "--rounds", "1", "--repeats", "1")["results"]
     assert {row["way"] for row in rows} == {"states", "contiguous", "consecutive"}

@@ -42,6 +42,7 @@ from hopper_library import FLAGS, STAND_INS, hopper_on_cpu  # noqa: E402
 
 SOURCE = Path(__file__).with_name("one_launch_on_cpu.cpp")
 HEADS, DIM, CPU = (4, 2), 64, torch.device("cpu")
+ROWS = 192  # of a rank: a tile, and half of one
 
 
 @pytest.fixture(scope="module")
@@ -94,13 +95,7 @@ def attention(hopper, one: NodeFusedAttention, plan, t, tensors, options: AttnOp
 
 
 def main(
-    rank: int,
-    world: int,
-    libraries: tuple[str, str],
-    folder: str,
-    sizes: tuple[int, ...],
-    seeds: tuple[int, ...],
-    rows: int,
+    rank: int, world: int, libraries: tuple[str, str], folder: str, sizes: tuple[int, ...], seeds: tuple[int, ...]
 ) -> list[tuple[int, list[torch.Tensor]]]:
     exchange, path = libraries
     t = as_transport(dist.new_group())
@@ -111,7 +106,7 @@ def main(
         library.synchronize.restype = ctypes.c_char_p
         patch.setattr(symm, "load", lambda name: Summing(library))
         for seed in seeds:
-            plan, _, tensors = problem(seed, world, rows)
+            plan, _, tensors = problem(seed, world, ROWS)
             one = NodeFusedAttention(plan, group, high_precision_reduce=seed % 4 == 3)
             options = AttnOptions(DIM**-0.5, deterministic=seed % 3 == 0)
             first, again = (attention(hopper, one, plan, t, tensors, options, 10 * seed + i) for i in range(2))
@@ -130,10 +125,10 @@ BY_NIGHT = [pytest.param(*x, marks=pytest.mark.nightly) for x in (((1, 1), (0, 1
 
 @pytest.mark.parametrize("sizes, seeds", [*BY_DAY, *BY_NIGHT])
 def test_attention_beside_float64(libraries, tmp_path, sizes, seeds) -> None:
-    world, rows = sum(sizes), 256 if len(sizes) == sum(sizes) else 192
-    results = run_processes(world, main, libraries, str(tmp_path), sizes, seeds, rows)
+    world = sum(sizes)
+    results = run_processes(world, main, libraries, str(tmp_path), sizes, seeds)
     for seed, got in results[0]:
-        _, mask, tensors = problem(seed, world, rows)
+        _, mask, tensors = problem(seed, world, ROWS)
         want = truth(*(x.double() for x in tensors[:3]), mask, tensors[3].double(), DIM**-0.5)
         for name, x in zip(("out", "dq", "dk", "dv"), (got[0], *got[2:])):
             exact = getattr(want, name)
