@@ -131,7 +131,7 @@ def peer_errors(rank: int, world: int, names: list[str], total: int, seed: int) 
 
 
 ALWAYS = ["causal", "varlen_full"]
-BY_DAY = [*ALWAYS, *(name for name in masks.ALL_NAMES[::3] if name not in ALWAYS)]
+BY_DAY = [*ALWAYS, *(name for name in masks.ALL_NAMES[::4] if name not in ALWAYS)]
 BY_NIGHT = pytest.param(4, 172, [*masks.ALL_NAMES], marks=pytest.mark.nightly)
 
 
