@@ -211,6 +211,27 @@ typedef struct {
 MAGI_EXPORT magi_status magi_ffa_index_prepare(const magi_ffa_index_prepare_params* params);
 MAGI_EXPORT magi_status magi_ffa_index_blocks(const magi_ffa_index_prepare_params* params);
 
+/* The indexer: of the keys within the bounds of a query, the num_best with the highest scores sum_h
+ * weights[h] * relu(q_h . k), ascending, then -1. Of equal scores the first keys are taken. q
+ * (total_q, heads, d), k (total_k, d) 16-bit, last dim contiguous, strides in elements; bases and
+ * strides are multiples of 16 bytes. Up to 64 heads of 128 columns, and 4,096 best keys. */
+typedef struct {
+  int32_t version; /* MAGI_ABI_VERSION */
+  int32_t dtype;   /* MAGI_BF16 or MAGI_FP16 */
+  int32_t total_q, total_k, heads, head_dim;
+  int32_t num_best;
+  int32_t chunk; /* queries whose scores are in memory at a time */
+  int64_t q_stride_token, q_stride_head, k_stride_token;
+  const void *q, *k;
+  const float* weights;  /* (total_q, heads), contiguous */
+  const int64_t* bounds; /* (total_q, 2): first key, and the one behind the last; clamped */
+  float* scores;         /* (chunk, total_k rounded up to 128) */
+  int32_t* lists;        /* (total_q, num_best) */
+  void* stream;
+} magi_ffa_indexer_params;
+
+MAGI_EXPORT magi_status magi_ffa_indexer_topk(const magi_ffa_indexer_params* params);
+
 #ifdef __cplusplus
 }
 #endif

@@ -14,6 +14,7 @@ import torch
 
 from magi_attention.errors import ContractError
 from magi_attention.kernels.double_backward import refuse_double_backward
+from magi_attention.kernels.indexer import hopper
 from magi_attention.kernels.indexer.kl import Problem, kl_backward, kl_forward
 from magi_attention.kernels.indexer.topk import best_blocks, best_keys
 from magi_attention.kernels.indexer.visible import Blocks, Visible
@@ -37,8 +38,13 @@ def topk_op(
     """int32 (T, k): keys ascending, then -1."""
     visible = Visible(causal, positions, cu_seqlens, k_start, k_end)
     bounds = visible.bounds(len(q_index), len(k_index), q_index.device)
+    library = hopper.library_for(q_index, k_index, k)
     with torch.autocast(q_index.device.type, enabled=False):
-        return best_keys(q_index, k_index, weights, bounds, k, Blocks(block_rows, block_keys))
+        if library is None:
+            return best_keys(q_index, k_index, weights, bounds, k, Blocks(block_rows, block_keys))
+        with torch.cuda.device(q_index.device):
+            stream = torch.cuda.current_stream().cuda_stream
+            return hopper.best_keys(library, q_index, k_index, weights, bounds, k, stream)
 
 
 @topk_op.register_fake

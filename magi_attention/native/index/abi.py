@@ -75,6 +75,16 @@ class IndexPrepareParams(ctypes.Structure):
     """)
 
 
+class IndexerParams(ctypes.Structure):
+    """``magi_ffa_indexer_params``. Strides in elements, addresses as integers."""
+
+    _fields_ = fields("""
+        int32 version dtype total_q total_k heads head_dim num_best chunk
+        int64 q_stride_token q_stride_head k_stride_token
+        void* q k weights bounds scores lists stream
+    """)
+
+
 FWD_PREFIX_BYTES, FWD_TAIL = divided(IndexFwdParams, "q")
 FWD_BLOCKS_PREFIX_BYTES, FWD_BLOCKS_TAIL = divided(IndexFwdBlocksParams, "q")
 BWD_PREFIX_BYTES, BWD_TAIL = divided(IndexBwdParams, "q")
@@ -93,4 +103,5 @@ FUNCTIONS: abi.Functions = {
     "magi_ffa_index_sum": (c_int32, (ctypes.c_char_p,)),
     "magi_ffa_index_prepare": (c_int32, (ctypes.POINTER(IndexPrepareParams),)),
     "magi_ffa_index_blocks": (c_int32, (ctypes.POINTER(IndexPrepareParams),)),
+    "magi_ffa_indexer_topk": (c_int32, (ctypes.POINTER(IndexerParams),)),
 }

@@ -1,0 +1,94 @@
+// SPDX-License-Identifier: Apache-2.0
+// The entry of the indexer: scores and the best keys of some queries at a time, so that the scores
+// of all are never in memory.
+#include "ffa/common/host.h"
+#include "ffa/sm90/indexer/best.cuh"
+#include "ffa/sm90/indexer/scores.cuh"
+#include "magi/index.h"
+
+namespace magi {
+namespace {
+
+constexpr int kMostHeads = 64, kMostIndexDim = 128, kMostBest = 4096;
+constexpr int kPitchStep = 128;  // keys of a block
+
+magi_status check_indexer(const magi_ffa_indexer_params& p) {
+  if (p.version != MAGI_ABI_VERSION)
+    return fail(MAGI_INVALID_ARGUMENT,
+                "params have ABI version %d and this library %d; rebuild the kernels.", p.version,
+                MAGI_ABI_VERSION);
+  if (p.dtype != MAGI_BF16 && p.dtype != MAGI_FP16)
+    return fail(MAGI_INVALID_ARGUMENT, "dtype %d is neither bfloat16 nor float16.", p.dtype);
+  if (p.heads < 1 || p.heads > kMostHeads || p.head_dim < 8 || p.head_dim > kMostIndexDim ||
+      p.head_dim % 8 != 0 || p.num_best < 1 || p.num_best > kMostBest)
+    return fail(MAGI_UNSUPPORTED,
+                "%d heads of %d columns and the %d best keys: give 1 to %d heads, a multiple of 8 "
+                "up to %d columns and at most %d keys.",
+                p.heads, p.head_dim, p.num_best, kMostHeads, kMostIndexDim, kMostBest);
+  if (p.total_q < 0 || p.total_k < 0 || p.total_k > (1 << 30) || p.chunk < 1)
+    return fail(MAGI_INVALID_ARGUMENT, "%d queries, %d at a time, and %d keys.", p.total_q, p.chunk,
+                p.total_k);
+  return MAGI_OK;
+}
+
+template <typename T, int kD, int kHeads>
+magi_status run_indexer(const magi_ffa_indexer_params& a) {
+  using C = IndexerConfig<T, kD, kHeads>;
+  const CUtensorMapDataType type =
+      a.dtype == MAGI_BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+  const uint64_t d = a.head_dim, heads = a.heads, tq = a.total_q, tk = a.total_k;
+  IndexerParams p{};
+  if (a.total_k > 0) {
+    MAGI_RETURN(encode_map(&p.q_map, type, a.q, {d, heads, tq},
+                           {2 * a.q_stride_head, 2 * a.q_stride_token}, {64, kHeads, 1},
+                           "q_index"));
+    MAGI_RETURN(encode_map(&p.k_map, type, a.k, {d, tk, 1},
+                           {2 * a.k_stride_token, 2 * a.k_stride_token * (int64_t)a.total_k},
+                           {64, C::kBlockKeys, 1}, "k_index"));
+  }
+  p.weights = a.weights;
+  p.bounds = a.bounds;
+  p.scores = a.scores;
+  p.lists = a.lists;
+  p.pitch = (static_cast<int64_t>(a.total_k) + kPitchStep - 1) / kPitchStep * kPitchStep;
+  p.total_k = a.total_k;
+  p.heads = a.heads;
+  p.num_best = a.num_best;
+  static DeviceOnce configured;
+  MAGI_RETURN(configured.run([] {
+    return cudaFuncSetAttribute(indexer_scores<C>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                static_cast<int>(C::kSmemBytes));
+  }));
+  int sms = 0;
+  MAGI_RETURN(multiprocessors(&sms));
+  for (p.first_query = 0; p.first_query < a.total_q; p.first_query += a.chunk) {
+    const int left = a.total_q - p.first_query;
+    p.num_queries = left < a.chunk ? left : a.chunk;
+    const int tiles = (p.num_queries + C::kQueries - 1) / C::kQueries;
+    if (a.total_k > 0)
+      MAGI_RETURN(launch_kernel(indexer_scores<C>, dim3(tiles < sms ? tiles : sms), C::kThreads,
+                                C::kSmemBytes, a.stream, p, "launching the scores of the indexer"));
+    MAGI_RETURN(launch_kernel(indexer_best, dim3(p.num_queries), kPrepareThreads, kBestBytes,
+                              a.stream, p, "launching the choice of the best keys"));
+  }
+  return MAGI_OK;
+}
+
+template <typename T>
+magi_status choose_indexer(const magi_ffa_indexer_params& a) {
+  if (a.head_dim <= 64)
+    return a.heads <= 32 ? run_indexer<T, 64, 32>(a) : run_indexer<T, 64, 64>(a);
+  return a.heads <= 32 ? run_indexer<T, 128, 32>(a) : run_indexer<T, 128, 64>(a);
+}
+
+}  // namespace
+}  // namespace magi
+
+extern "C" {
+
+magi_status magi_ffa_indexer_topk(const magi_ffa_indexer_params* params) {
+  using namespace magi;
+  MAGI_RETURN(check_indexer(*params));
+  return params->dtype == MAGI_BF16 ? choose_indexer<bf16>(*params) : choose_indexer<fp16>(*params);
+}
+}
