@@ -80,6 +80,9 @@ class Decoder(nn.Module):
         size = self.setup.logits_chunk
         if size is None:
             return self.loss_of(x, labels)
+        if self.setup.loss == "torch":
+            options = nn.LinearCrossEntropyOptions(batch_chunk_size=size)
+            return F.linear_cross_entropy(x, self.head.weight, labels, reduction="none", options=options).sum()
         parts = zip(x.split(size), labels.split(size))
         return sum(checkpoint(self.loss_of, *part, use_reentrant=False) for part in parts)
 
@@ -104,6 +107,9 @@ def measured(shape: ModelShape, setup: TrainingSetup, tokens: int) -> int:
         (SHAPE, {"activations": "checkpointed", "logits_chunk": 64, "mlp_chunk": 64}),
         (SHAPE, {"logits_chunk": 64, "mlp_chunk": 128}),
         (replace(SHAPE, vocabulary=2000), {"activations": "checkpointed"}),
+        (replace(SHAPE, vocabulary=2000), {"activations": "checkpointed", "logits_chunk": 512}),
+        (replace(SHAPE, vocabulary=2000), {"activations": "checkpointed", "logits_chunk": 512, "loss": "torch"}),
+        (SHAPE, {"activations": "checkpointed", "logits_chunk": 64, "loss": "torch"}),
         (replace(SHAPE, hidden=512, num_layers=2), {"activations": "checkpointed", "logits_chunk": 32}),
         (replace(SHAPE, num_layers=8), {"logits_chunk": 32}),
         (replace(SHAPE, num_layers=24), {"activations": "checkpointed", "logits_chunk": 32}),

@@ -14,9 +14,11 @@ from magi_attention.cli.plans.budget import RANKS_OF_A_HOST
 
 DEFAULT_GIGABYTES = 80.0
 ACTIVATIONS = ("kept", "checkpointed", "offloaded")
+LOSSES = ("checkpointed", "torch")
 _REMEDIES = "--activations offloaded, --logits-chunk 2048, --mlp-chunk 8192, --head-chunks 2, --offload-parameters"
 _NEEDS_MEMORY = {
     "activations": "checkpointed", "keep_attention": False, "mlp_chunk": None, "logits_chunk": None,
+    "loss": "checkpointed",
     "offload_parameters": False, "head_chunks": 1, "shards": None, "gigabytes": DEFAULT_GIGABYTES,
     "longest_context": False,
 }  # fmt: skip
@@ -30,6 +32,7 @@ def add_memory_options(explain: argparse.ArgumentParser) -> None:
     add("--keep-attention", action="store_true", help="checkpoints have outputs of attention, too")
     add("--mlp-chunk", type=token_count, help="tokens of an MLP at a time; all without it")
     add("--logits-chunk", type=token_count, help="tokens with logits at a time; all without it")
+    add("--loss", choices=LOSSES, default="checkpointed", help="of such chunks: torch is its linear_cross_entropy")
     add("--offload-parameters", action="store_true", help="parameters, gradients and optimizer on the host")
     add("--head-chunks", type=int, default=1, help="parts of the kv heads, one after the other")
     add("--shards", type=int, help="GPUs over which FSDP shards; --cp without it")
@@ -73,7 +76,8 @@ def memory_of(plan: Any, args: argparse.Namespace) -> dict[str, Any]:
 
     setup = TrainingSetup(
         shards=args.shards, activations=args.activations, keeps_attention=args.keep_attention,
-        mlp_chunk=args.mlp_chunk, logits_chunk=args.logits_chunk, offloads_parameters=args.offload_parameters,
+        mlp_chunk=args.mlp_chunk, logits_chunk=args.logits_chunk, loss=args.loss,
+        offloads_parameters=args.offload_parameters,
         head_chunks=args.head_chunks, is_one_launch=_is_one_launch(args),
     )  # fmt: skip
     use = plan.memory(args.shape, setup)

@@ -15,7 +15,9 @@ from magi_attention.common.scalars import as_int
 from magi_attention.errors import ContractError, UnsupportedError
 
 ACTIVATIONS = ("kept", "checkpointed", "offloaded")
+LOSSES = ("checkpointed", "torch")
 _LOSS_BYTES = 12  # a logit: its log-softmax and two gradients, all in float32
+_FUSED_LOSS_BYTES = 4  # a logit in float32, in whose place its gradient is computed
 _GATHERED_BLOCKS = 3  # parameters of the block that runs, those of the next, and the buffer in which these arrive
 _STAGED_INPUTS = 2  # offloaded inputs of blocks that are on the GPU at a time
 
@@ -100,6 +102,7 @@ class TrainingSetup:
         keeps_attention: checkpoints have out and lse, too, so that attention is not computed again.
         mlp_chunk: tokens whose MLP is computed at a time, and again in the backward; None for all at once.
         logits_chunk: tokens whose logits are there at a time; None for all at once.
+        loss: of such chunks: "checkpointed", or "torch", its linear_cross_entropy, which takes a third of that.
         offloads_parameters: sharded parameters, gradients and optimizer states are on the host (CPUOffloadPolicy).
         accumulates_gradients: over several batches, so that they are there from the beginning.
         is_one_launch: attention takes one launch over NVLink, with buffers that ranks share; else stage by stage.
@@ -114,6 +117,7 @@ class TrainingSetup:
     keeps_attention: bool = False
     mlp_chunk: int | None = None
     logits_chunk: int | None = None
+    loss: str = "checkpointed"
     offloads_parameters: bool = False
     accumulates_gradients: bool = False
     is_one_launch: bool = False
@@ -123,6 +127,8 @@ class TrainingSetup:
     def __post_init__(self) -> None:
         if self.activations not in ACTIVATIONS:
             raise ContractError(f"activations is {self.activations!r}; give one of {', '.join(ACTIVATIONS)}.")
+        if self.loss not in LOSSES:
+            raise ContractError(f"loss is {self.loss!r}; give one of {', '.join(LOSSES)}.")
         if self.keeps_attention and self.activations == "kept":
             raise ContractError("keeps_attention is for checkpoints; activations='kept' has out and lse anyway.")
         for name in ("element_bytes", "parameter_bytes", "head_chunks"):
@@ -246,7 +252,11 @@ class _Activations:
         self.backward = remade + stream + max(of_mlp, stream + heads_q + attention.backward - freed)
         chunk = rows if setup.logits_chunk is None else min(setup.logits_chunk, rows)
         # The stream before the last norm, behind it, and its gradient.
-        self.loss = chunk * c.vocabulary * max(_LOSS_BYTES, 3 * e) + 3 * stream
+        if setup.logits_chunk is None or setup.loss == "checkpointed":
+            logits = chunk * c.vocabulary * max(_LOSS_BYTES, 3 * e)
+        else:  # for the product with the head, the gradient is rounded
+            logits = chunk * c.vocabulary * max(_FUSED_LOSS_BYTES + (e if e < 4 else 0), e)
+        self.loss = logits + 3 * stream
 
 
 def longest(fits: Callable[[int], bool], step: int, most: int) -> int:
