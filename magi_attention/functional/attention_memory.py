@@ -9,7 +9,8 @@ from magi_attention.comm.collectives.layout import A2AVLayout
 from magi_attention.errors import ContractError, UnsupportedError
 from magi_attention.meta.one_launch.fused_layout import FusedLayout
 from magi_attention.meta.plan import Plan
-from magi_attention.meta.predict.model_memory import AttentionMemory, MemoryUse, ModelShape, TrainingSetup, step_memory
+from magi_attention.meta.predict.model_memory import AttentionMemory, MemoryUse, TrainingSetup, step_memory
+from magi_attention.meta.predict.model_shape import ModelShape
 
 
 @dataclass(frozen=True)
