@@ -141,11 +141,14 @@ class Trainer:
         logits = self.model(tokens, positions, plan, self.place.cp_group)
         return F.cross_entropy(logits.float(), labels, reduction="sum")
 
+    def mask(self, batch: Batch) -> Mask:
+        return Mask.varlen(batch.cu_seqlens, causal=True)
+
     def loss(self, batch: Batch) -> Tensor:
         """This rank's share of the mean over all labels of all groups."""
         place, shape = self.place, CONFIGS[self.args.config]
         plan = make_plan(
-            Mask.varlen(batch.cu_seqlens, causal=True), self.args.cp, num_heads_q=shape.num_heads_q,
+            self.mask(batch), self.args.cp, num_heads_q=shape.num_heads_q,
             num_heads_kv=shape.num_heads_kv, head_dim=shape.head_dim,
         )  # fmt: skip
         tokens = plan.shard(batch.tokens.to(place.device), group=place.cp_group)

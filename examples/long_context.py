@@ -3,13 +3,18 @@
 
     torchrun --nproc-per-node 4 examples/long_context.py --config qwen3-8b --seq-len 262144 --out runs/long
     torchrun --nproc-per-node 2 examples/long_context.py --config tiny --device cpu --seq-len 4096 --out runs/long
+    torchrun --nproc-per-node 2 examples/long_context.py --config qwen3-8b --layers 4 --one-sequence --seq-len 131072 \
+        --out runs/long
 
 As examples/fsdp2_llama.py, whose model, data and optimizer these are, and in addition
 
-* inputs of blocks are all that stays between forward and backward, in host memory (checkpoint, save_on_cpu);
-* the MLP takes ``--mlp-chunk`` tokens at a time, and the loss ``--logits-chunk``, so no rank has all of its logits;
+* inputs of blocks are all that stays between forward and backward, in host memory, copied beside the blocks
+  (llama/offload.py);
+* the MLP takes ``--mlp-chunk`` tokens at a time, and the loss ``--logits-chunk`` (llama/loss_in_chunks.py), so no rank
+  has all of its logits;
 * ``--head-chunks`` parts of the kv heads travel and are computed one after the other;
-* the memory of a step is predicted before the first one (``plan.memory``).
+* the memory of a step is predicted before the first one (``plan.memory``), and what to switch on is said where it is
+  not enough.
 """
 
 from __future__ import annotations
@@ -17,14 +22,16 @@ from __future__ import annotations
 import argparse
 import os
 from contextlib import nullcontext
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from fsdp2_llama import CONFIGS, PackedLlama, PlannedBlock, Trainer, choose_device, make_parser, run
-from model import Block, rotary_tables
+from fsdp2_llama import CONFIGS, Batch, PackedLlama, PlannedBlock, Trainer, choose_device, make_parser, run
+from loss_in_chunks import LOSSES, make_loss
+from model import Block, ModelConfig, rotary_tables
+from offload import OffloadedInputs
 from torch import Tensor
-from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
 from magi_attention.api import Mask, ModelShape, Plan, TrainingSetup, attend, make_plan
@@ -49,8 +56,9 @@ class LongLlama(PackedLlama):
     """Its forward gives the sum of the losses, so that logits of all tokens are never there."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        super().__init__(CONFIGS[args.config], args.seed, LongBlock, True)
-        self.logits_chunk, self.is_offloaded = args.logits_chunk, args.activations == "offloaded"
+        super().__init__(shape_of(args), args.seed, LongBlock, True)
+        self.loss_sum, self.about_loss = make_loss(args.loss, args.logits_chunk)
+        self.is_offloaded = args.activations == "offloaded"
         for block in self.blocks:
             block.mlp_chunk = args.mlp_chunk
 
@@ -60,55 +68,83 @@ class LongLlama(PackedLlama):
         cos, sin = rotary_tables(positions_T, self.config.head_dim, self.config.rope_base)
         x_TC = self.embedding(tokens_T)
         cos, sin = cos.to(x_TC.dtype), sin.to(x_TC.dtype)
-        for block in self.blocks:
-            # Tables are arguments by name, which checkpoint keeps as they are: one copy serves all blocks.
-            with save_on_cpu(pin_memory=x_TC.is_cuda) if self.is_offloaded else nullcontext():
+        with OffloadedInputs(x_TC.device) if self.is_offloaded else nullcontext():
+            for block in self.blocks:
+                # Tables are arguments by name, which checkpoint keeps as they are: one copy serves all blocks.
                 x_TC = checkpoint(block, x_TC, cos=cos, sin=sin, plan=plan, group=group, use_reentrant=False)
-        return self.loss_sum(self.norm(x_TC), labels_T)
-
-    def loss_sum(self, x_TC: Tensor, labels_T: Tensor) -> Tensor:
-        def of_chunk(x: Tensor, labels: Tensor) -> Tensor:
-            return F.cross_entropy(self.head(x).float(), labels, reduction="sum")
-
-        chunks = zip(x_TC.split(self.logits_chunk), labels_T.split(self.logits_chunk))
-        return torch.stack([checkpoint(of_chunk, *chunk, use_reentrant=False) for chunk in chunks]).sum()
+        return self.loss_sum(self.norm(x_TC), self.head.weight, labels_T)
 
 
 class LongTrainer(Trainer):
     def make_model(self, block: type[Block]) -> PackedLlama:
+        model = LongLlama(self.args)
         if dist.get_rank() == 0:
-            print(predicted(self.args))
-        return LongLlama(self.args)
+            print(predicted(self.args), model.about_loss)
+        return model
+
+    def mask(self, batch: Batch) -> Mask:
+        return Mask.causal(len(batch.tokens)) if self.args.one_sequence else super().mask(batch)
 
     def loss_sum(self, tokens: Tensor, positions: Tensor, labels: Tensor, plan: Plan) -> Tensor:
         return self.model(tokens, positions, labels, plan, self.place.cp_group)
 
+    def step(self) -> Tensor:
+        try:
+            return super().step()
+        except torch.OutOfMemoryError as error:
+            raise SystemExit(f"The memory of a GPU is not enough: {remedies(self.args)} torch says: {error}") from error
+
+
+def remedies(args: argparse.Namespace) -> str:
+    """What of this program makes a step smaller and is not switched on."""
+    ways = [
+        ("--activations offloaded", args.activations != "offloaded"),
+        (f"--mlp-chunk {args.mlp_chunk // 4}", args.mlp_chunk > 2048),
+        (f"--logits-chunk {args.logits_chunk // 4}", args.logits_chunk > 512),
+        ("--head-chunks 4 (a divisor of the kv heads)", args.head_chunks == 1),
+        ("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True", "PYTORCH_CUDA_ALLOC_CONF" not in os.environ),
+    ]
+    found = [name for name, is_off in ways if is_off]
+    return f"give {', '.join(found) or 'a smaller --seq-len'}, or use more GPUs."
+
+
+def shape_of(args: argparse.Namespace) -> ModelConfig:
+    config = CONFIGS[args.config]
+    return replace(config, num_layers=args.layers or config.num_layers)
+
 
 def predicted(args: argparse.Namespace) -> str:
     """A sentence on the memory of a step with one document, the most that packed ones take."""
-    c = CONFIGS[args.config]
+    c = shape_of(args)
     shape = ModelShape(c.width, c.num_layers, c.num_heads_q, c.num_heads_kv, c.head_dim, c.hidden, c.vocabulary)
     world, here = dist.get_world_size(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     setup = TrainingSetup(
         shards=world, element_bytes=2 if args.dtype == "bf16" else 4, activations=args.activations,
         mlp_chunk=args.mlp_chunk, logits_chunk=args.logits_chunk, head_chunks=args.head_chunks,
+        loss="torch" if args.loss in (None, "torch") and hasattr(F, "linear_cross_entropy") else "checkpointed",
         is_one_launch=args.device == "cuda" and world == here,
     )  # fmt: skip
     use = make_plan(Mask.causal(args.seq_len), args.cp).memory(shape, setup)
     return (
         f"{shape.num_parameters / 1e9:.2f}B parameters, {use.tokens:,} tokens a rank: predicted "
-        f"{use.peak_bytes / 1e9:.2f} GB on the GPU and {use.host_bytes / 1e9:.2f} GB on the host, for each rank"
+        f"{use.peak_bytes / 1e9:.2f} GB on the GPU and {use.host_bytes / 1e9:.2f} GB on the host, for each rank."
     )
 
 
 def arguments() -> argparse.Namespace:
     parser = make_parser(__doc__)
     add = parser.add_argument
+    add("--layers", type=int, help="blocks of the model; those of --config without it")
+    add("--one-sequence", action="store_true", help="one causal document for each step, in place of packed ones")
     add("--activations", choices=("checkpointed", "offloaded"), default="offloaded", help="inputs of blocks")
     add("--mlp-chunk", type=int, default=8192, help="tokens of an MLP at a time")
     add("--logits-chunk", type=int, default=2048, help="tokens with logits at a time")
+    add("--loss", choices=LOSSES, help="what computes the loss; torch's linear_cross_entropy where torch has it")
     add("--head-chunks", type=int, default=1, help="parts of the kv heads, one after the other")
     args = parser.parse_args()
+    for name in ("seq_len", "mlp_chunk", "logits_chunk", "head_chunks"):
+        if getattr(args, name) < 1 or (args.layers is not None and args.layers < 1):
+            parser.error(f"give 1 or more for --{name.replace('_', '-')} and for --layers.")
     args.device, args.attention, args.recompute = choose_device(args), "magi", True
     return args
 

@@ -67,7 +67,8 @@ from magi_attention.config.rates import MachineRates
 from magi_attention.functional import AttnPolicy, block_sparse_attn_func, flex_flash_attn_func, index_attn_func
 from magi_attention.functional.calls.attention_check import AttentionCheck
 from magi_attention.kernels.index_attn import PreparedIndices, prepare_indices
-from magi_attention.meta.predict.model_memory import MemoryUse, ModelShape, TrainingSetup
+from magi_attention.meta.predict.model_memory import MemoryUse, TrainingSetup
+from magi_attention.meta.predict.model_shape import Experts, ModelShape
 from magi_attention.meta.recurrent.ways import RecurrentShape
 
 __all__ = [
@@ -84,6 +85,7 @@ __all__ = [
     "DistAttnConfig",
     "DistAttnRuntimeDictManager",
     "DistAttnRuntimeKey",
+    "Experts",
     "GeneralAttnMaskType",
     "GreedyOverlapAlg",
     "GrpCollConfig",

@@ -10,7 +10,8 @@ from magi_attention.api.plan import make_plan
 from magi_attention.common.mask import Mask
 from magi_attention.common.scalars import as_int
 from magi_attention.errors import ContractError
-from magi_attention.meta.predict.model_memory import ModelShape, TrainingSetup, longest
+from magi_attention.meta.predict.model_memory import TrainingSetup, longest
+from magi_attention.meta.predict.model_shape import ModelShape
 
 RESERVED = 0.06  # of a GPU: CUDA and NCCL, and what the allocator cannot use
 _STEP, _MOST = 1 << 14, 1 << 27

@@ -56,7 +56,8 @@ from magi_attention.kernels.ffa.ahead import KernelTiles
 from magi_attention.meta import plan as meta_plan
 from magi_attention.meta.explain import explain
 from magi_attention.meta.planner import PlanOptions, build_plan, plan_for_partitions
-from magi_attention.meta.predict.model_memory import MemoryUse, ModelShape, TrainingSetup
+from magi_attention.meta.predict.model_memory import MemoryUse, TrainingSetup
+from magi_attention.meta.predict.model_shape import ModelShape
 from magi_attention.meta.recurrent.ways import RecurrentShape
 
 DEFAULT_BALANCE = 1.02  # without a chunk size, chunks are refined until the heaviest rank is within 2%

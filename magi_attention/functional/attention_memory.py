@@ -9,7 +9,8 @@ from magi_attention.comm.collectives.layout import A2AVLayout
 from magi_attention.errors import ContractError, UnsupportedError
 from magi_attention.meta.one_launch.fused_layout import FusedLayout
 from magi_attention.meta.plan import Plan
-from magi_attention.meta.predict.model_memory import AttentionMemory, MemoryUse, ModelShape, TrainingSetup, step_memory
+from magi_attention.meta.predict.model_memory import AttentionMemory, MemoryUse, TrainingSetup, step_memory
+from magi_attention.meta.predict.model_shape import ModelShape
 
 
 @dataclass(frozen=True)
@@ -99,14 +100,18 @@ def attention_memory(
     part = heads.chunk(head_chunks)
     if is_one_launch and plan.cp_size > 1:
         buffers = _shared_buffers(plan, rank, part, high_precision_reduce)
-        forward, backward, fetched = _forward(rows, [], part, False), _gradients(rows, part), 0
+        forward, backward, fetched = _forward(rows, [], part, False, False), _gradients(rows, part), 0
     else:
         stages = [] if plan.cp_size == 1 else [_Stage.of(plan, rank, s) for s in range(plan.num_stages)]
         is_blocking = plan.degree == 0 and plan.num_stages == 1
         wire = part.sum_bytes if high_precision_reduce else part.element_bytes
         fetched = sum(stage.fetch_rows for stage in stages) * part.kv_row * part.element_bytes
-        buffers, forward = 0, _forward(rows, stages, part, is_blocking)
-        backward = max(_backward(rows, stages, part, wire, is_blocking), _gradients(rows, part))
+        travels = bool(stages) and not all(plan.stage_is_idle)
+        buffers, forward = 0, _forward(rows, stages, part, is_blocking, travels and head_chunks > 1)
+        # Chunks before and behind one, whose rows travel beside it: those of the first, the middle and the last chunk.
+        others = {(travels and i > 0, travels and i + 1 < head_chunks) for i in range(min(head_chunks, 3))}
+        backward = max(_backward(rows, stages, part, wire, is_blocking, *sides) for sides in others)
+        backward = max(backward, _gradients(rows, part))
     if head_chunks == 1:
         forward -= rows * heads.out_row * heads.element_bytes  # which is counted in what is kept
     else:  # copies of out and lse of the chunk, and gradients of all heads
@@ -121,17 +126,22 @@ def _shared_buffers(plan: Plan, rank: int, heads: HeadShape, high_precision_redu
     return heads.kv_row * (part.buffer_rows * heads.element_bytes + part.grad_rows * wire)
 
 
-def _forward(rows: int, stages: list[_Stage], heads: HeadShape, is_blocking: bool) -> int:
-    """Rows that travel, and partial outputs in the accumulation dtype, before out is there, and with it."""
+def _forward(rows: int, stages: list[_Stage], heads: HeadShape, is_blocking: bool, has_next: bool) -> int:
+    """Rows that travel, and partial outputs in the accumulation dtype, before out is there, and with it.
+
+    ``has_next``: while the last kernel runs, the rows of another head chunk travel.
+    """
     kv = heads.kv_row * heads.element_bytes
     out = rows * heads.out_row * heads.element_bytes
     if not stages:
         return out
+    fetched = sum(stage.fetch_rows for stage in stages) * kv
+    following = fetched if has_next else 0
     if is_blocking:
         (stage,) = stages
-        return max(max(stage.fetch_rows, rows + 2 * stage.arrived) * kv, (rows + stage.arrived) * kv + out)
+        return max(fetched, (rows + 2 * stage.arrived) * kv, (rows + stage.arrived) * kv + out + following)
     partial = rows * heads.out_row * heads.sum_bytes
-    return partial + max(sum(stage.fetch_rows for stage in stages) * kv, stages[-1].arrived * kv + out)
+    return partial + max(fetched, stages[-1].arrived * kv + out + following)
 
 
 def _gradients(rows: int, heads: HeadShape) -> int:
@@ -140,22 +150,29 @@ def _gradients(rows: int, heads: HeadShape) -> int:
     return numbers * (heads.sum_bytes + (heads.element_bytes if heads.element_bytes < heads.sum_bytes else 0))
 
 
-def _backward(rows: int, stages: list[_Stage], heads: HeadShape, wire: int, is_blocking: bool) -> int:
+def _backward(
+    rows: int, stages: list[_Stage], heads: HeadShape, wire: int, is_blocking: bool, has_previous: bool, has_next: bool
+) -> int:
     """Sums of local rows stay, and so do the gradients on their way, while one stage is computed and the next fetched.
 
-    A gradient of a fetched row is a sum first, and then a row on the wire.
+    A gradient of a fetched row is a sum first, and then a row on the wire. Those of dk and dv of the head chunk before
+    (``has_previous``) are there until the first kernel was launched, and the first rows of the next one
+    (``has_next``) from the last kernel on.
     """
     kv, sums = heads.kv_row * heads.element_bytes, heads.kv_row * heads.sum_bytes
     own = rows * (heads.q_row + heads.kv_row + heads.num_heads_q) * heads.sum_bytes
-    most, returning = own, 0
-    for stage, following in zip(stages, [*stages[1:], None]):
+    sent_back = sum(stage.received + stage.sent for stage in stages) * heads.kv_row * wire
+    previous = rows * sums + sent_back if has_previous else 0
+    most, returning = own + previous + (stages[0].fetch_rows * kv if stages else 0), 0
+    for stage, following in zip(stages, [*stages[1:], stages[0] if has_next else None]):
         joined = rows if is_blocking else 0
         arriving = max(stage.fetch_rows, joined + 2 * stage.arrived if is_blocking else 0)
         ahead = 0 if following is None else following.fetch_rows
         # While rows arrive, and when their gradients leave.
         before = own + returning + arriving * kv
         returning += (stage.received + stage.sent) * heads.kv_row * wire
-        after = own + returning + (joined + stage.arrived + ahead) * kv + stage.received * sums
+        beside = max(returning, previous) if is_blocking else returning
+        after = own + beside + (joined + stage.arrived + ahead) * kv + stage.received * sums
         most = max(most, after, 0 if is_blocking else before)
     return most
 

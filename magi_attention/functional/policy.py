@@ -28,7 +28,8 @@ class AttnPolicy:
     ``node_sizes`` are ranks per node, one for all or one each, empty where the launcher says it. They cross by
     ``node_transport``: "nvshmem" or "gin", or an error; "all_to_all"; "auto", the first that all ranks have.
     ``head_chunks``: kv heads go through communication and attention in so many parts, one after the other, which
-    divides the buffers of rows that travel and of partial results by as much. ``hide_tail_reduce`` is off then.
+    divides partial results by as much. Rows of the next part travel beside the kernels of a part, so the buffers of
+    rows are those of two parts. ``hide_tail_reduce`` is off then.
     """
 
     backend: str | None = None

@@ -48,6 +48,21 @@ def test_tables_and_remedies(config, capsys):
     assert "stage by stage" in printed and "more than a GPU" not in printed
 
 
+def test_experts(tmp_path, capsys):
+    config = {**CONFIG, "num_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    more = ("--expert-parallel", "2", "--loss", "torch", "--logits-chunk", "1K")
+    assert main([*COMMAND, "--json", "--memory", str(path), *more]) == 0
+    found = json.loads(capsys.readouterr().out)["memory"]
+    setup = TrainingSetup(expert_parallel=2, loss="torch", logits_chunk=1024, is_one_launch=True)
+    heads = {"num_heads_q": 8, "num_heads_kv": 2, "head_dim": 32}
+    wanted = make_plan(Mask.causal(1 << 16), 2, **heads).memory(ModelShape.of_config(config), setup)
+    assert found["peak_bytes"] == wanted.peak_bytes and found["moments"] == wanted.moments
+    assert main([*COMMAND, "--memory", str(path)]) == 0
+    assert "decoder with experts" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -55,6 +70,7 @@ def test_tables_and_remedies(config, capsys):
         (("--memory", "absent.json"), "absent.json is no config.json"),
         (("--memory", "{config}", "--heads-q", "16"), "--heads-q is 16, and"),
         (("--memory", "{config}", "--head-chunks", "3"), "no divisor of the 2 kv heads"),
+        (("--memory", "{config}", "--expert-parallel", "2"), "1 for a dense model"),
         (("--memory", "{config}", "--query-moves", "always"), "query_moves"),
     ],
 )

@@ -3,18 +3,29 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
+import random
 import re
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 from magi_attention.testing.waiting import DEADLINE_S
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+sys.path[:0] = [str(EXAMPLES), str(EXAMPLES / "llama")]
+import long_context  # noqa: E402
+from loss_in_chunks import make_loss  # noqa: E402
+from offload import OffloadedInputs  # noqa: E402
+
 SMALL = ("--device", "cpu", "--dtype", "fp32", "--seq-len", "1024", "--max-document", "300", "--steps", "4")
 CHUNKS = ("--mlp-chunk", "100", "--logits-chunk", "64", "--head-chunks", "2")
 
@@ -33,7 +44,8 @@ def run(script: str, out: Path, ranks: int, *options: str) -> tuple[list[float],
 def test_losses_are_those_of_the_plain_program(tmp_path):
     plain, _ = run("fsdp2_llama.py", tmp_path / "plain", 1)
     assert len(plain) == 4 and plain[0] > plain[2]
-    for ranks, options in ((1, CHUNKS), (2, CHUNKS), (2, ("--activations", "checkpointed"))):
+    cases = (1, CHUNKS), (2, CHUNKS), (2, ("--activations", "checkpointed")), (1, ("--loss", "checkpointed"))
+    for ranks, options in cases:
         found, printed = run("long_context.py", tmp_path / f"{ranks}{options[1]}", ranks, *options)
         assert found == pytest.approx(plain, rel=1e-5)
         assert re.search(rf"{1024 // ranks:,} tokens a rank: predicted \d+\.\d+ GB on the GPU", printed)
@@ -44,3 +56,83 @@ def test_resuming_gives_the_same_bits(tmp_path):
     straight, _ = run("long_context.py", tmp_path, 2, *CHUNKS, "--save-every", "2")
     resumed, _ = run("long_context.py", tmp_path / "again", 2, *CHUNKS, "--resume", str(tmp_path / "step-2"))
     assert straight[2:] == resumed
+
+
+@pytest.mark.nightly
+def test_one_sequence_is_the_same_on_two_ranks(tmp_path):
+    options = ("--one-sequence", "--layers", "3", "--head-chunks", "2")
+    alone, _ = run("long_context.py", tmp_path / "alone", 1, *options)
+    shared, _ = run("long_context.py", tmp_path / "shared", 2, *options)
+    assert alone == pytest.approx(shared, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["torch", "checkpointed"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_losses_are_those_of_all_logits_in_float64(name, dtype):
+    seed = random.randrange(10**6)
+    print(f"seed {seed}")
+    if name == "torch" and not hasattr(F, "linear_cross_entropy"):
+        pytest.skip(f"torch {torch.__version__} has no linear_cross_entropy")
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randn(700, 32, generator=generator).to(dtype).requires_grad_()
+    weight = (torch.randn(150, 32, generator=generator) * 0.2).to(dtype).requires_grad_()
+    is_none = torch.rand(700, generator=generator) < 0.2
+    labels = torch.randint(0, 150, (700,), generator=generator).masked_fill(is_none, -100)
+    loss_sum, about = make_loss(name, 64)
+    assert "64 tokens" in about
+    loss = loss_sum(rows, weight, labels)
+    loss.backward()
+    exact = [x.detach().double().requires_grad_() for x in (rows, weight)]
+    truth = F.cross_entropy(exact[0] @ exact[1].T, labels, reduction="sum")
+    truth.backward()
+    tolerance = 1e-6 if dtype == torch.float32 else 1e-3
+    assert loss.dtype == torch.float32 and abs(loss.item() / truth.item() - 1) < tolerance
+    for x, y in zip((rows, weight), exact):
+        assert (x.grad.double() - y.grad).norm() < 20 * tolerance * y.grad.norm()
+
+
+def test_losses_that_are_not_here_are_refused(monkeypatch):
+    with pytest.raises(SystemExit, match="pip install liger-kernel"):
+        make_loss("liger", 64)
+    monkeypatch.delattr(F, "linear_cross_entropy", raising=False)
+    with pytest.raises(SystemExit, match="install torch 2.13 or later, or give --loss checkpointed"):
+        make_loss("torch", 64)
+    assert "checkpointed, 64 tokens at a time, because torch" in make_loss(None, 64)[1]
+
+
+@pytest.mark.parametrize("layers", [1, 2, 5])
+def test_offloaded_inputs_give_the_same_bits(layers):
+    """Two forwards before two backwards, as several batches before one step of the optimizer have it."""
+    torch.manual_seed(layers)
+    blocks = torch.nn.ModuleList(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU()) for _ in range(layers))
+    inputs = [torch.randn(5, 8) for _ in range(2)]
+
+    def gradients(around):
+        blocks.zero_grad()
+        losses = []
+        for x in inputs:
+            with around():
+                for block in blocks:
+                    x = checkpoint(block, x, use_reentrant=False)
+            losses.append(x.square().sum())
+        for loss in losses:
+            loss.backward()
+        return [p.grad.clone() for p in blocks.parameters()]
+
+    kept, offloaded = gradients(nullcontext), gradients(lambda: OffloadedInputs(torch.device("cpu")))
+    assert all(torch.equal(a, b) for a, b in zip(kept, offloaded))
+
+
+def test_out_of_memory_names_what_to_switch_on(monkeypatch):
+    def step(self):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(long_context.Trainer, "step", step)
+    trainer = object.__new__(long_context.LongTrainer)
+    options = {"activations": "checkpointed", "mlp_chunk": 8192, "logits_chunk": 256, "head_chunks": 1}
+    trainer.args = argparse.Namespace(**options)
+    with pytest.raises(SystemExit) as error:
+        trainer.step()
+    said = str(error.value)
+    assert "--activations offloaded" in said and "--mlp-chunk 2048" in said and "--head-chunks 4" in said
+    assert "--logits-chunk" not in said and "CUDA out of memory" in said

@@ -26,7 +26,7 @@ from live_bytes import EmptyBackend, LiveBytes  # noqa: E402
 
 HEADS = HeadShape(8, 4, 32, 16)
 TOKENS = 1 << 13
-CASES = [(0, 1), (1, 1), (3, 2)]  # degree, head chunks
+CASES = [(0, 1), (1, 1), (3, 2), (0, 2), (0, 4), (1, 4), (2, 4)]  # degree, head chunks
 SMALL = 64 << 10  # bytes of lists and of what the ranks compare
 
 

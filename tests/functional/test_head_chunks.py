@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import random
+import sys
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,8 +14,16 @@ import torch.distributed as dist
 from oracle import dense_attention
 
 from magi_attention.api import AttnPolicy, DispatchConfig, DistAttnConfig, Mask, OverlapConfig, attend, make_plan
+from magi_attention.comm.transport.torch import as_transport
 from magi_attention.errors import ContractError, UnsupportedError
+from magi_attention.functional import AttnRuntime
+from magi_attention.functional.dist_attn import dist_attn
+from magi_attention.functional.stages.comm import Handle
+from magi_attention.kernels import Registry
 from magi_attention.testing.spawn import run_processes
+
+sys.path.insert(0, str(Path(__file__).parent))
+from live_bytes import EmptyBackend  # noqa: E402
 
 TOKENS, HEADS, D = 90, (8, 4, 4, 8), (8, 8, 6, 6)  # of q, k, v and out
 
@@ -57,7 +67,7 @@ def steps(rank: int, world: int, seed: int, degree: int) -> list[tuple]:
     return [step(rank, world, seed, torch.float64, chunks, degree) for chunks in (1, 2, 4)]
 
 
-@pytest.mark.parametrize(("world", "degree"), [(1, 1), (2, 0), (3, 2)])
+@pytest.mark.parametrize(("world", "degree"), [(1, 1), (2, 0), (2, 1), (3, 2)])
 def test_chunks_are_whole_heads_and_dense_attention(world, degree):
     seed = random.randrange(10**6)
     print(f"seed {seed}")
@@ -67,6 +77,82 @@ def test_chunks_are_whole_heads_and_dense_attention(world, degree):
                 torch.testing.assert_close(a, b, atol=1e-12, rtol=1e-10)
             for a, b in zip([*got[:5], got[6]], truth):
                 torch.testing.assert_close(a, b, atol=1e-10, rtol=1e-8)
+
+
+class Logged:
+    """A stage's exchange, or a backend, that writes down what begins and what ends."""
+
+    def __init__(self, inner, log: list[str]) -> None:
+        self._inner, self._log = inner, log
+
+    def __getattr__(self, name: str):
+        return getattr(self._inner, name)
+
+    def fetch(self, *operands):
+        self._log.append("fetch")
+        return self._inner.fetch(*operands)
+
+    def give_back(self, *operands):
+        handle = self._inner.give_back(*operands)
+        self._log.append("give back")
+
+        def wait() -> None:
+            handle.wait()
+            self._log.append("came back")
+
+        return Handle(wait)
+
+    def forward(self, *operands):
+        self._log.append("kernel")
+        return self._inner.forward(*operands)
+
+    def forward_final(self, *operands):
+        self._log.append("kernel")
+        return self._inner.forward_final(*operands)
+
+    def backward(self, *operands):
+        self._log.append("kernel")
+        return self._inner.backward(*operands)
+
+
+def logs_of_a_step(rank: int, world: int, degree: int, chunks: int) -> list[list[str]]:
+    """What a forward and a backward do, in their order, with as many stages as the plan has."""
+    config = DistAttnConfig(DispatchConfig(8), OverlapConfig(degree=degree, min_chunk_size=4))
+    plan, log = make_plan(Mask.full(TOKENS), world, config), []
+    policy = AttnPolicy(backend="empty", head_chunks=chunks)
+    runtime = AttnRuntime(plan, as_transport(None), Registry((Logged(EmptyBackend(), log),)), policy)
+    runtime.comms = tuple(Logged(comm, log) for comm in runtime.comms)
+    q, k, v, _ = (plan.shard(x, dist.group.WORLD).requires_grad_() for x in operands(1, torch.float32))
+    out, _, _ = dist_attn(q, k, v, runtime)
+    forward = list(log)
+    log.clear()
+    out.sum().backward()
+    return [forward, list(log), ["stage"] * plan.num_stages]
+
+
+def places(log: list[str], name: str) -> list[int]:
+    return [i for i, what in enumerate(log) if what == name]
+
+
+@pytest.mark.parametrize("degree", [0, 1, 2])
+def test_rows_of_a_chunk_travel_beside_the_kernels_of_its_neighbours(degree):
+    chunks = 4
+    for forward, backward, stages in run_processes(2, logs_of_a_step, degree, chunks):
+        per_chunk = max(len(stages), 1) + (degree > 0)  # kernels
+        for log in (forward, backward):
+            fetches, kernels = places(log, "fetch"), places(log, "kernel")
+            assert len(kernels) == per_chunk * chunks and len(fetches) == len(stages) * chunks
+            for i in range(1, chunks):
+                last_kernel_before = kernels[i * per_chunk - 1]
+                assert fetches[i * len(stages)] < last_kernel_before, "it sets out before the last kernel"
+                earlier = fetches[i * len(stages) - 1]
+                assert earlier < fetches[i * len(stages)], "and behind all rows of the chunk before"
+        back = places(backward, "came back")
+        kernels = places(backward, "kernel")
+        assert len(back) == len(stages) * chunks
+        for i in range(1, chunks):
+            first_kernel = kernels[i * per_chunk]
+            assert first_kernel < back[(i - 1) * len(stages)], "gradients return beside the next chunk's first kernel"
 
 
 def compiled(rank: int, world: int) -> list[torch.Tensor]:

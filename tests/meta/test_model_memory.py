@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from magi_attention.api import Mask, ModelShape, TrainingSetup, longest_context, make_plan
+from magi_attention.api import Experts, Mask, ModelShape, TrainingSetup, longest_context, make_plan
 from magi_attention.errors import ContractError, UnsupportedError
 from magi_attention.meta.predict.model_memory import longest
 from magi_attention.testing.spawn import run_processes
@@ -25,26 +25,58 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "functional"))
 from live_bytes import LiveBytes  # noqa: E402
 
 SHAPE = ModelShape(64, 3, 4, 2, 16, 160, 300)
+SPARSE = ModelShape(64, 4, 4, 2, 16, 160, 300, experts=Experts(8, 2, 96, 64, 1))
 TOKENS = 2048
 SETUP = TrainingSetup(element_bytes=4, optimizer_bytes=0, activations="kept")
 
 
+def linear(a: int, b: int) -> nn.Linear:
+    return nn.Linear(a, b, bias=False)
+
+
+class Mlp(nn.Module):
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = linear(width, hidden), linear(width, hidden), linear(hidden, width)
+
+    def forward(self, x):
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class SparseMlp(nn.Module):
+    """Experts of grouped products. Each gets as many tokens, whatever the router says."""
+
+    def __init__(self, width: int, experts: Experts) -> None:
+        super().__init__()
+        count, hidden, self.per_token = experts.count, experts.hidden, experts.per_token
+        self.router = linear(width, count)
+        shapes = (count, width, hidden), (count, width, hidden), (count, hidden, width)
+        self.gate, self.up, self.down = (nn.Parameter(torch.randn(shape) * 0.1) for shape in shapes)
+        self.shared = Mlp(width, experts.shared_hidden) if experts.shared_hidden else None
+
+    def forward(self, x):
+        tokens, k, count = len(x), self.per_token, self.router.out_features
+        weights = self.router(x).softmax(-1, dtype=torch.float32)
+        chosen = torch.arange(tokens * k) % count
+        order = chosen.argsort(stable=True)
+        rows, weights = order // k, weights.reshape(-1)[order // k * count + chosen[order]]
+        routed = x[rows].unflatten(0, (count, -1))
+        found = ((F.silu(routed @ self.gate) * (routed @ self.up)) @ self.down).flatten(0, 1)
+        del routed
+        found = torch.zeros_like(x).index_add(0, rows, found * weights[:, None].to(x.dtype))
+        return found if self.shared is None else found + self.shared(x)
+
+
 class Layer(nn.Module):
-    def __init__(self, shape: ModelShape, mlp_chunk: int | None) -> None:
+    def __init__(self, shape: ModelShape, mlp_chunk: int | None, is_sparse: bool) -> None:
         super().__init__()
         c, self.shape, self.mlp_chunk = shape, shape, mlp_chunk
-
-        def linear(a: int, b: int) -> nn.Linear:
-            return nn.Linear(a, b, bias=False)
 
         # why no RMSNorm: on a CPU it is made up of several operations, each of which keeps something
         self.norms = nn.ModuleList(nn.LayerNorm(c.width, bias=False) for _ in range(2))
         self.q, self.o = linear(c.width, c.num_heads_q * c.head_dim), linear(c.num_heads_q * c.head_dim, c.width)
         self.k, self.v = (linear(c.width, c.num_heads_kv * c.head_dim) for _ in range(2))
-        self.gate, self.up, self.down = linear(c.width, c.hidden), linear(c.width, c.hidden), linear(c.hidden, c.width)
-
-    def mlp(self, x):
-        return self.down(F.silu(self.gate(x)) * self.up(x))
+        self.mlp = SparseMlp(c.width, c.experts) if is_sparse else Mlp(c.width, c.hidden)
 
     def forward(self, x):
         y = self.norms[0](x)
@@ -65,7 +97,8 @@ class Decoder(nn.Module):
         super().__init__()
         self.setup = setup
         self.embedding = nn.Embedding(shape.vocabulary, shape.width)
-        self.layers = nn.ModuleList(Layer(shape, setup.mlp_chunk) for _ in range(shape.num_layers))
+        dense = shape.num_layers if shape.experts is None else shape.experts.dense_layers
+        self.layers = nn.ModuleList(Layer(shape, setup.mlp_chunk, i >= dense) for i in range(shape.num_layers))
         self.norm = nn.LayerNorm(shape.width, bias=False)
         self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
 
@@ -80,6 +113,9 @@ class Decoder(nn.Module):
         size = self.setup.logits_chunk
         if size is None:
             return self.loss_of(x, labels)
+        if self.setup.loss == "torch":
+            options = nn.LinearCrossEntropyOptions(batch_chunk_size=size)
+            return F.linear_cross_entropy(x, self.head.weight, labels, reduction="none", options=options).sum()
         parts = zip(x.split(size), labels.split(size))
         return sum(checkpoint(self.loss_of, *part, use_reentrant=False) for part in parts)
 
@@ -104,8 +140,18 @@ def measured(shape: ModelShape, setup: TrainingSetup, tokens: int) -> int:
         (SHAPE, {"activations": "checkpointed", "logits_chunk": 64, "mlp_chunk": 64}),
         (SHAPE, {"logits_chunk": 64, "mlp_chunk": 128}),
         (replace(SHAPE, vocabulary=2000), {"activations": "checkpointed"}),
+        (replace(SHAPE, vocabulary=2000), {"activations": "checkpointed", "logits_chunk": 512}),
+        (replace(SHAPE, vocabulary=2000), {"activations": "checkpointed", "logits_chunk": 512, "loss": "torch"}),
+        (SHAPE, {"activations": "checkpointed", "logits_chunk": 64, "loss": "torch"}),
         (replace(SHAPE, hidden=512, num_layers=2), {"activations": "checkpointed", "logits_chunk": 32}),
         (replace(SHAPE, num_layers=8), {"logits_chunk": 32}),
+        (SPARSE, {"logits_chunk": 32}),
+        (SPARSE, {"logits_chunk": 32, "activations": "checkpointed"}),
+        (SPARSE, {"logits_chunk": 32, "activations": "checkpointed", "mlp_chunk": 128}),
+        (SPARSE, {"logits_chunk": 32, "mlp_chunk": 256}),
+        (replace(SPARSE, experts=Experts(16, 4, 32, 0, 0)), {"logits_chunk": 32, "activations": "checkpointed"}),
+        (replace(SPARSE, experts=Experts(4, 1, 256, 0, 2)), {"logits_chunk": 32, "activations": "checkpointed"}),
+        (replace(SPARSE, experts=Experts(8, 2, 32, 64, 3), num_layers=12), {"logits_chunk": 32}),
         (replace(SHAPE, num_layers=24), {"activations": "checkpointed", "logits_chunk": 32}),
     ],
 )
@@ -181,15 +227,68 @@ def test_shape_of_a_config():
     assert ModelShape.of_config(llama).num_parameters == 8_030_261_248  # Llama-3-8B
     tied = ModelShape.of_config({**llama, "tie_word_embeddings": True})
     assert tied.num_parameters == 8_030_261_248 - 128256 * 4096
-    with pytest.raises(UnsupportedError, match="num_experts"):
+    with pytest.raises(UnsupportedError, match="kv_lora_rank"):
+        ModelShape.of_config({**CONFIG, "kv_lora_rank": 512})
+    with pytest.raises(ContractError, match="num_experts_per_tok"):
         ModelShape.of_config({**CONFIG, "num_experts": 128})
     with pytest.raises(ContractError, match="hidden_size.*ModelShape"):
         ModelShape.of_config({})
 
 
+QWEN3_30B_A3B = {
+    "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
+    "intermediate_size": 6144, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8,
+    "decoder_sparse_step": 1, "mlp_only_layers": [], "vocab_size": 151936, "model_type": "qwen3_moe",
+}  # fmt: skip
+GLM_45_AIR = {
+    "hidden_size": 4096, "num_hidden_layers": 46, "num_attention_heads": 96, "num_key_value_heads": 8, "head_dim": 128,
+    "intermediate_size": 10944, "moe_intermediate_size": 1408, "n_routed_experts": 128, "n_shared_experts": 1,
+    "num_experts_per_tok": 8, "first_k_dense_replace": 1, "vocab_size": 151552, "model_type": "glm4_moe",
+}  # fmt: skip
+
+
+def test_shape_of_a_config_with_experts():
+    qwen, glm = ModelShape.of_config(QWEN3_30B_A3B), ModelShape.of_config(GLM_45_AIR)
+    assert qwen.num_parameters == 30_532_122_624 and qwen.experts == Experts(128, 8, 768)  # the card: 30.5B
+    assert glm.experts == Experts(128, 8, 1408, 1408, 1)
+    assert round(glm.num_parameters / 1e8) == 1069  # 106.85B, and 0.6M biases, which are left out
+    every_other = ModelShape.of_config({**QWEN3_30B_A3B, "decoder_sparse_step": 2, "mlp_only_layers": [1]})
+    assert every_other.experts is not None and every_other.experts.dense_layers == 25
+    mixtral = {**CONFIG, "num_local_experts": 8, "num_experts_per_tok": 2}
+    assert ModelShape.of_config(mixtral).experts == Experts(8, 2, CONFIG["intermediate_size"])
+
+
+def test_experts_over_ranks_share_what_is_gathered():
+    """Their parameters are sharded over as many GPUs anyway; only those of a rank are gathered, and tokens travel."""
+    shape, plan = ModelShape.of_config(QWEN3_30B_A3B), make_plan(Mask.causal(1 << 17), 8)
+    alone, spread = (plan.memory(shape, TrainingSetup(logits_chunk=2048, expert_parallel=n)) for n in (1, 8))
+    assert alone.held["parameters"] == spread.held["parameters"]
+    of_experts = 3 * 3 * 2048 * 768 * 128 * 2  # of three blocks, in bf16
+    assert alone.held["gathered parameters"] - spread.held["gathered parameters"] == of_experts * 7 // 8
+    assert spread.activations == alone.activations
+    for setup, sentence in ((TrainingSetup(expert_parallel=3), "divisor"), (TrainingSetup(expert_parallel=16), "16")):
+        with pytest.raises(ContractError, match=sentence):
+            plan.memory(shape, setup)
+    with pytest.raises(ContractError, match="1 for a dense model"):
+        plan.memory(SHAPE, TrainingSetup(expert_parallel=2))
+    with pytest.raises(ContractError, match="there are 4 experts"):
+        Experts(4, 5, 16)
+    with pytest.raises(ContractError, match="dense_layers is 3"):
+        replace(SHAPE, experts=Experts(4, 2, 16, 0, 3))
+
+
+def test_longest_context_with_experts():
+    setup = TrainingSetup(activations="offloaded", mlp_chunk=8192, logits_chunk=2048, expert_parallel=8)
+    shape = ModelShape(256, 4, 8, 2, 32, 512, 1000, experts=Experts(8, 2, 128))
+    found = longest_context(shape, 8, 0.5, setup)
+    assert found and make_plan(Mask.causal(found), 8).memory(shape, replace(setup, shards=8)).peak_bytes <= 0.47e9
+    assert longest_context(replace(shape, experts=Experts(8, 8, 512)), 8, 0.5, setup) < found
+
+
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
+        ({"loss": "guessed"}, "one of checkpointed, torch"),
         ({"activations": "thrown away"}, "one of kept, checkpointed, offloaded"),
         ({"activations": "kept", "keeps_attention": True}, "is for checkpoints"),
         ({"mlp_chunk": 0}, "mlp_chunk"),

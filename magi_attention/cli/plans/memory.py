@@ -14,10 +14,12 @@ from magi_attention.cli.plans.budget import RANKS_OF_A_HOST
 
 DEFAULT_GIGABYTES = 80.0
 ACTIVATIONS = ("kept", "checkpointed", "offloaded")
+LOSSES = ("checkpointed", "torch")
 _REMEDIES = "--activations offloaded, --logits-chunk 2048, --mlp-chunk 8192, --head-chunks 2, --offload-parameters"
 _NEEDS_MEMORY = {
     "activations": "checkpointed", "keep_attention": False, "mlp_chunk": None, "logits_chunk": None,
-    "offload_parameters": False, "head_chunks": 1, "shards": None, "gigabytes": DEFAULT_GIGABYTES,
+    "loss": "checkpointed",
+    "offload_parameters": False, "head_chunks": 1, "expert_parallel": 1, "shards": None, "gigabytes": DEFAULT_GIGABYTES,
     "longest_context": False,
 }  # fmt: skip
 
@@ -25,13 +27,15 @@ _NEEDS_MEMORY = {
 def add_memory_options(explain: argparse.ArgumentParser) -> None:
     group = explain.add_argument_group("memory", "bytes per GPU of a training step; see docs/guides/long-context.md")
     add = group.add_argument
-    add("--memory", metavar="CONFIG", help="config.json of a dense transformers model, which also gives the heads")
+    add("--memory", metavar="CONFIG", help="config.json of a transformers model, which also gives the heads")
     add("--activations", choices=ACTIVATIONS, default="checkpointed", help="of the blocks, between the two passes")
     add("--keep-attention", action="store_true", help="checkpoints have outputs of attention, too")
     add("--mlp-chunk", type=token_count, help="tokens of an MLP at a time; all without it")
     add("--logits-chunk", type=token_count, help="tokens with logits at a time; all without it")
+    add("--loss", choices=LOSSES, default="checkpointed", help="of such chunks: torch is its linear_cross_entropy")
     add("--offload-parameters", action="store_true", help="parameters, gradients and optimizer on the host")
     add("--head-chunks", type=int, default=1, help="parts of the kv heads, one after the other")
+    add("--expert-parallel", type=int, default=1, help="GPUs over which the experts of a block are spread")
     add("--shards", type=int, help="GPUs over which FSDP shards; --cp without it")
     add("--gigabytes", type=float, default=DEFAULT_GIGABYTES, help="of a GPU, 1e9 bytes each")
     add("--longest-context", action="store_true", help="the longest causal sequence that fits")
@@ -73,7 +77,8 @@ def memory_of(plan: Any, args: argparse.Namespace) -> dict[str, Any]:
 
     setup = TrainingSetup(
         shards=args.shards, activations=args.activations, keeps_attention=args.keep_attention,
-        mlp_chunk=args.mlp_chunk, logits_chunk=args.logits_chunk, offloads_parameters=args.offload_parameters,
+        mlp_chunk=args.mlp_chunk, logits_chunk=args.logits_chunk, loss=args.loss,
+        offloads_parameters=args.offload_parameters, expert_parallel=args.expert_parallel,
         head_chunks=args.head_chunks, is_one_launch=_is_one_launch(args),
     )  # fmt: skip
     use = plan.memory(args.shape, setup)
@@ -97,9 +102,10 @@ def show_memory(found: dict[str, Any], args: argparse.Namespace) -> None:
     title = f"Memory of a training step, {found['num_parameters'] / 1e9:.2f}B parameters, {found['tokens']:,} tokens"
     show_table(f"{title} on rank {found['rank']}", rows)
     way = "in one launch over NVLink" if _is_one_launch(args) else "stage by stage"
+    kind = "dense decoder" if args.shape.experts is None else "decoder with experts, each of which gets as many tokens,"
     print(
-        "Predicted for a dense decoder in eager PyTorch: bf16, parameters and Adam in float32 under FSDP2, attention "
-        f"{way}. What CUDA, NCCL and the allocator take is not counted."
+        f"Predicted for a {kind} in eager PyTorch: bf16, parameters and Adam in float32 under FSDP2, attention {way}. "
+        "What CUDA, NCCL and the allocator take is not counted."
     )
     if found["peak_bytes"] > args.gigabytes * 1e9:
         print(f"That is more than a GPU of {args.gigabytes:g} GB has. What makes it less: {_REMEDIES}; more ranks.")

@@ -2,89 +2,26 @@
 """Bytes of a training step of a decoder on one GPU, without its attention: parameters, activations, logits.
 
 The arithmetic is that of a Llama-like block in eager PyTorch: ``x + o(attention(q, k, v))``, then
-``x + down(silu(gate) * up)``, each behind an RMSNorm. Compiled blocks keep less.
+``x + down(silu(gate) * up)``, each behind an RMSNorm. Compiled blocks keep less. Experts are computed together: rows
+are copied in the order of their experts, multiplied by grouped products, and added to their tokens with weights.
+Routing is taken for even.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass, replace
 
 from magi_attention.common.scalars import as_int
-from magi_attention.errors import ContractError, UnsupportedError
+from magi_attention.errors import ContractError
+from magi_attention.meta.predict.model_shape import ModelShape
 
 ACTIVATIONS = ("kept", "checkpointed", "offloaded")
+LOSSES = ("checkpointed", "torch")
 _LOSS_BYTES = 12  # a logit: its log-softmax and two gradients, all in float32
+_FUSED_LOSS_BYTES = 4  # a logit in float32, in whose place its gradient is computed
 _GATHERED_BLOCKS = 3  # parameters of the block that runs, those of the next, and the buffer in which these arrive
 _STAGED_INPUTS = 2  # offloaded inputs of blocks that are on the GPU at a time
-
-
-@dataclass(frozen=True)
-class ModelShape:
-    """A dense decoder: ``width`` of the residual stream, ``hidden`` of the gated MLP, ``vocabulary`` of the logits.
-
-    ``has_tied_embeddings``: the head is the embedding. ``has_qk_norm``: RMSNorm of each head of q and k.
-    """
-
-    width: int
-    num_layers: int
-    num_heads_q: int
-    num_heads_kv: int
-    head_dim: int
-    hidden: int
-    vocabulary: int
-    has_tied_embeddings: bool = False
-    has_qk_norm: bool = False
-
-    def __post_init__(self) -> None:
-        for f in fields(self):
-            if f.type == "int":
-                object.__setattr__(self, f.name, as_int(getattr(self, f.name), f.name, at_least=1))
-        if self.num_heads_q % self.num_heads_kv:
-            raise ContractError(
-                f"num_heads_q is {self.num_heads_q}, no multiple of num_heads_kv {self.num_heads_kv}; give those of "
-                "the model."
-            )
-
-    @classmethod
-    def of_config(cls, config: Any) -> ModelShape:
-        """From a transformers config, or a mapping such as its config.json. ``UnsupportedError`` for experts."""
-        found = config if isinstance(config, dict) else config.to_dict()
-        for name in ("num_experts", "num_local_experts", "n_routed_experts"):
-            if found.get(name):
-                raise UnsupportedError(f"The config has {name}; memory is predicted for dense models alone.")
-        try:
-            width, heads = found["hidden_size"], found["num_attention_heads"]
-            return cls(
-                width, found["num_hidden_layers"], heads, found.get("num_key_value_heads") or heads,
-                found.get("head_dim") or width // heads, found["intermediate_size"], found["vocab_size"],
-                bool(found.get("tie_word_embeddings", False)), str(found.get("model_type", "")).startswith("qwen3"),
-            )  # fmt: skip
-        except KeyError as error:
-            raise ContractError(
-                f"The config lacks {error}; give a ModelShape with the sizes of the model in its place."
-            ) from error
-
-    @property
-    def block_parameters(self) -> int:
-        projections = self.width * self.head_dim * 2 * (self.num_heads_q + self.num_heads_kv)
-        norms = 2 * self.width + (2 * self.head_dim if self.has_qk_norm else 0)
-        return projections + 3 * self.width * self.hidden + norms
-
-    @property
-    def pairs_per_token(self) -> float:
-        """Pairs of a query and a key that take as many operations as the matrices of a block do for one token."""
-        return 2 * self.block_parameters / (4 * self.num_heads_q * self.head_dim)
-
-    @property
-    def root_parameters(self) -> int:
-        """Those outside the blocks: embedding, head and the last norm."""
-        return (1 if self.has_tied_embeddings else 2) * self.vocabulary * self.width + self.width
-
-    @property
-    def num_parameters(self) -> int:
-        return self.num_layers * self.block_parameters + self.root_parameters
 
 
 @dataclass(frozen=True)
@@ -98,8 +35,10 @@ class TrainingSetup:
         optimizer_bytes: of the optimizer's states for one parameter; 8 for Adam in float32.
         activations: "kept"; "checkpointed", only inputs of blocks stay; "offloaded", these on the host.
         keeps_attention: checkpoints have out and lse, too, so that attention is not computed again.
-        mlp_chunk: tokens whose MLP is computed at a time, and again in the backward; None for all at once.
+        mlp_chunk: tokens whose MLP or experts are computed at a time, and again in the backward; None for all at once.
         logits_chunk: tokens whose logits are there at a time; None for all at once.
+        loss: of such chunks: "checkpointed", or "torch", its linear_cross_entropy, which takes a third of that.
+        expert_parallel: GPUs over which the experts of a block are spread, between which tokens travel.
         offloads_parameters: sharded parameters, gradients and optimizer states are on the host (CPUOffloadPolicy).
         accumulates_gradients: over several batches, so that they are there from the beginning.
         is_one_launch: attention takes one launch over NVLink, with buffers that ranks share; else stage by stage.
@@ -114,6 +53,8 @@ class TrainingSetup:
     keeps_attention: bool = False
     mlp_chunk: int | None = None
     logits_chunk: int | None = None
+    loss: str = "checkpointed"
+    expert_parallel: int = 1
     offloads_parameters: bool = False
     accumulates_gradients: bool = False
     is_one_launch: bool = False
@@ -123,9 +64,11 @@ class TrainingSetup:
     def __post_init__(self) -> None:
         if self.activations not in ACTIVATIONS:
             raise ContractError(f"activations is {self.activations!r}; give one of {', '.join(ACTIVATIONS)}.")
+        if self.loss not in LOSSES:
+            raise ContractError(f"loss is {self.loss!r}; give one of {', '.join(LOSSES)}.")
         if self.keeps_attention and self.activations == "kept":
             raise ContractError("keeps_attention is for checkpoints; activations='kept' has out and lse anyway.")
-        for name in ("element_bytes", "parameter_bytes", "head_chunks"):
+        for name in ("element_bytes", "parameter_bytes", "head_chunks", "expert_parallel"):
             object.__setattr__(self, name, as_int(getattr(self, name), name, at_least=1))
         for name in ("shards", "mlp_chunk", "logits_chunk"):
             if getattr(self, name) is not None:
@@ -181,7 +124,10 @@ def step_memory(
     shape: ModelShape, setup: TrainingSetup, rank: int, rows: int, shards: int, attention: AttentionMemory
 ) -> MemoryUse:
     """A step on a rank with ``rows`` tokens, whose FSDP group has ``shards`` GPUs."""
+    _check_experts(shape, setup, shards)
     sizes, layers = _Activations(shape, setup, rows, attention), shape.num_layers
+    if shape.experts is not None:
+        dense = _Activations(replace(shape, experts=None), setup, rows, attention)
     sharded = -(-shape.num_parameters // shards)
     states = {"parameters": sharded * setup.parameter_bytes, "optimizer": sharded * setup.optimizer_bytes}
     gradients = {"gradients": sharded * setup.parameter_bytes}
@@ -189,17 +135,19 @@ def step_memory(
     on_gpu = {"gathered parameters": gathered, "attention buffers": attention.buffers}
     held, host = ({**states, **on_gpu}, {}) if not setup.offloads_parameters else (on_gpu, {**states, **gradients})
     saved = layers * sizes.saved
+    if shape.experts is not None:
+        saved += shape.experts.dense_layers * (dense.saved - sizes.saved)
     if setup.activations == "offloaded":
         host["activations"] = saved
         saved = min(_STAGED_INPUTS, layers) * sizes.saved
 
     # In the first block that runs backward all activations are there, and in the last one all gradients.
     grown = 0 if setup.offloads_parameters else gradients["gradients"]
-    first = -(-(shape.block_parameters + shape.vocabulary * shape.width) // shards) * setup.parameter_bytes
+    first = -(-(shape.block_parameters() + shape.vocabulary * shape.width) // shards) * setup.parameter_bytes
     at_first = saved + (grown if setup.accumulates_gradients else min(first, grown))
     at_last = grown + (saved if setup.activations == "offloaded" else sizes.saved)
     if gathered:  # there is no next block any more to be gathered; two blocks earlier there is, and fewer gradients
-        at_last -= min(setup.element_bytes * shards, setup.parameter_bytes) * 2 * shape.block_parameters // shards
+        at_last -= min(setup.element_bytes * shards, setup.parameter_bytes) * 2 * shape.block_parameters() // shards
     before = grown if setup.accumulates_gradients else 0
     moments = {
         "forward": before + saved + sizes.forward,
@@ -209,14 +157,24 @@ def step_memory(
     return MemoryUse(rank, rows, held, moments, saved, grown, host)
 
 
+def _check_experts(shape: ModelShape, setup: TrainingSetup, shards: int) -> None:
+    parallel, count = setup.expert_parallel, 1 if shape.experts is None else shape.experts.count
+    if count % parallel or shards % parallel:
+        raise ContractError(
+            f"expert_parallel is {parallel}, with experts: {count}, and shards: {shards}; give a divisor of both, 1 "
+            "for a dense model."
+        )
+
+
 def _gathered(shape: ModelShape, setup: TrainingSetup, shards: int) -> tuple[int, int]:
     """Bytes of parameters that FSDP gathers, and of whole gradients before they are sharded."""
     if shards == 1 and setup.parameter_bytes == setup.element_bytes:
         return 0, 0  # nothing is sharded or cast
-    blocks = min(_GATHERED_BLOCKS, shape.num_layers) * shape.block_parameters
+    block = shape.block_parameters(setup.expert_parallel)
+    blocks = min(_GATHERED_BLOCKS, shape.num_layers) * block
     gathered = (blocks + shape.root_parameters) * setup.element_bytes
     # Gradients of a block in the dtype of the backward, and the copy that is reduced.
-    reduced = shape.block_parameters * (setup.element_bytes + setup.parameter_bytes)
+    reduced = block * (setup.element_bytes + setup.parameter_bytes)
     return gathered, reduced + shape.root_parameters * setup.element_bytes
 
 
@@ -225,28 +183,53 @@ class _Activations:
 
     def __init__(self, shape: ModelShape, setup: TrainingSetup, rows: int, attention: AttentionMemory) -> None:
         e, c = setup.element_bytes, shape
-        stream, hidden = rows * c.width * e, rows * c.hidden * e
+        stream = rows * c.width * e
         heads_q, heads_kv = rows * c.num_heads_q * c.head_dim * e, rows * c.num_heads_kv * c.head_dim * e
-        mlp = hidden if setup.mlp_chunk is None else min(setup.mlp_chunk, rows) * c.hidden * e
         lse = attention.kept - 2 * heads_q - 2 * heads_kv
         unnormed = heads_q + heads_kv if c.has_qk_norm else 0
-        # Both norms read and write the stream; the MLP has gate, up, silu(gate) and the product.
+        is_kept, is_whole = setup.activations == "kept", setup.mlp_chunk is None
+        mlp = _Mlp(shape, setup, rows if setup.mlp_chunk is None else min(setup.mlp_chunk, rows))
+        # Both norms read and write the stream.
         before_mlp = 4 * stream + attention.kept + unnormed
-        block = before_mlp + (4 * hidden if setup.mlp_chunk is None else 0)
-        is_kept = setup.activations == "kept"
+        block = before_mlp + (mlp.saved if is_whole else 0)
         self.saved = block if is_kept else stream + (heads_q + lse if setup.keeps_attention else 0)
 
         # Beside what is saved: in a forward the temporaries of attention or of the MLP; in a backward the block once
-        # more if it is recomputed, with gradients of the MLP (product, silu, up) or of attention's inputs and output.
+        # more if it is recomputed, with gradients of the MLP or of attention's inputs and output.
         remade = 0 if is_kept else block - (self.saved if setup.keeps_attention else stream)
-        in_mlp = 4 * mlp if not is_kept or setup.mlp_chunk is not None else 0
+        in_mlp = mlp.forward + (mlp.saved if not is_kept or not is_whole else 0)
         self.forward = stream + max(attention.forward + (0 if is_kept else attention.kept), in_mlp)
-        of_mlp = 2 * mlp if setup.mlp_chunk is None else 6 * mlp + stream
-        freed = 2 * stream + (4 * hidden if setup.mlp_chunk is None else 0)
+        of_mlp = mlp.backward if is_whole else mlp.saved + mlp.backward + stream
+        freed = 2 * stream + (mlp.saved if is_whole else 0)
         self.backward = remade + stream + max(of_mlp, stream + heads_q + attention.backward - freed)
         chunk = rows if setup.logits_chunk is None else min(setup.logits_chunk, rows)
         # The stream before the last norm, behind it, and its gradient.
-        self.loss = chunk * c.vocabulary * max(_LOSS_BYTES, 3 * e) + 3 * stream
+        if setup.logits_chunk is None or setup.loss == "checkpointed":
+            logits = chunk * c.vocabulary * max(_LOSS_BYTES, 3 * e)
+        else:  # for the product with the head, the gradient is rounded
+            logits = chunk * c.vocabulary * max(_FUSED_LOSS_BYTES + (e if e < 4 else 0), e)
+        self.loss = logits + 3 * stream
+
+
+class _Mlp:
+    """Bytes of the MLP or the experts of a block for ``rows`` tokens: ``saved`` for its backward, and what comes on top
+    in its forward and its backward."""
+
+    def __init__(self, shape: ModelShape, setup: TrainingSetup, rows: int) -> None:
+        e, x = setup.element_bytes, shape.experts
+        if x is None:  # gate, up, silu(gate) and the product; gradients of the product, silu(gate) and up
+            hidden = rows * shape.hidden * e
+            self.saved, self.forward, self.backward = 4 * hidden, 0, 2 * hidden
+            return
+        hidden, shared = rows * x.per_token * x.hidden * e, rows * x.shared_hidden * e
+        routed = rows * x.per_token * shape.width * e
+        # Rows in the order of their experts, what these give, and that weighted, which index_add keeps; the weights of
+        # all experts in float32, and places.
+        self.saved = 4 * (hidden + shared) + 3 * routed + rows * (x.count * max(4, e) + x.per_token * 2 * 8)
+        # Rows that travel to other ranks' experts, or come back.
+        self.forward = routed if setup.expert_parallel > 1 else 0
+        # The expert of all tokens comes first and is free then; then gradients of the weights and what is weighted.
+        self.backward = max(2 * shared, max(2 * routed, 2 * hidden) + self.forward - 4 * shared)
 
 
 def longest(fits: Callable[[int], bool], step: int, most: int) -> int:
@@ -261,4 +244,4 @@ def longest(fits: Callable[[int], bool], step: int, most: int) -> int:
     return low * step
 
 
-__all__ = ["ACTIVATIONS", "AttentionMemory", "MemoryUse", "ModelShape", "TrainingSetup", "longest", "step_memory"]
+__all__ = ["ACTIVATIONS", "AttentionMemory", "MemoryUse", "TrainingSetup", "longest", "step_memory"]
