@@ -46,8 +46,11 @@ class LongBlock(PlannedBlock):
         gate, up = self.gate_up(self.mlp_norm(x_TC)).chunk(2, dim=-1)
         return self.down(F.silu(gate) * up)
 
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, plan: Plan, group: dist.ProcessGroup | None) -> Tensor:
+        return attend(q, k, v, plan, group)[0]
+
     def forward(self, x_TC: Tensor, cos: Tensor, sin: Tensor, plan: Plan, group: dist.ProcessGroup | None) -> Tensor:
-        x_TC = self.attend(x_TC, cos, sin, lambda q, k, v: attend(q, k, v, plan, group)[0])
+        x_TC = self.attend(x_TC, cos, sin, lambda q, k, v: self.attention(q, k, v, plan, group))
         parts = [x + checkpoint(self.mlp, x, use_reentrant=False) for x in x_TC.split(self.mlp_chunk)]
         return torch.cat(parts)
 
@@ -55,8 +58,8 @@ class LongBlock(PlannedBlock):
 class LongLlama(PackedLlama):
     """Its forward gives the sum of the losses, so that logits of all tokens are never there."""
 
-    def __init__(self, args: argparse.Namespace) -> None:
-        super().__init__(shape_of(args), args.seed, LongBlock, True)
+    def __init__(self, args: argparse.Namespace, block: type[LongBlock] = LongBlock) -> None:
+        super().__init__(shape_of(args), args.seed, block, True)
         self.loss_sum, self.about_loss = make_loss(args.loss, args.logits_chunk)
         self.is_offloaded = args.activations == "offloaded"
         for block in self.blocks:
@@ -131,8 +134,9 @@ def predicted(args: argparse.Namespace) -> str:
     )
 
 
-def arguments() -> argparse.Namespace:
-    parser = make_parser(__doc__)
+def make_long_parser(description: str | None) -> argparse.ArgumentParser:
+    """Options of training, which benchmarks/long_train.py has, too."""
+    parser = make_parser(description)
     add = parser.add_argument
     add("--layers", type=int, help="blocks of the model; those of --config without it")
     add("--one-sequence", action="store_true", help="one causal document for each step, in place of packed ones")
@@ -141,6 +145,11 @@ def arguments() -> argparse.Namespace:
     add("--logits-chunk", type=int, default=2048, help="tokens with logits at a time")
     add("--loss", choices=LOSSES, help="what computes the loss; torch's linear_cross_entropy where torch has it")
     add("--head-chunks", type=int, default=1, help="parts of the kv heads, one after the other")
+    return parser
+
+
+def arguments() -> argparse.Namespace:
+    parser = make_long_parser(__doc__)
     args = parser.parse_args()
     for name in ("seq_len", "mlp_chunk", "logits_chunk", "head_chunks"):
         if getattr(args, name) < 1 or (args.layers is not None and args.layers < 1):

@@ -112,3 +112,23 @@ def test_help_says_what_each_measures(capsys):
             main(["bench", name, "--help"])
         told = capsys.readouterr().out
         assert stop.value.code == 0 and "Measures" in told and "--baseline" in told and "go behind --" in told
+
+
+@pytest.mark.nightly
+def test_long_training_beside_other_context_parallelism(folder, capfd):
+    """The losses of all ways are those of the first."""
+    pytest.importorskip("matplotlib")
+    options = ["--sizes", "256", "--only", "magi,ring,all_gather,ulysses", "--repeats", "3", "--device", "cpu"]
+    assert main(["bench", "train", "--name", "mine", *options, "--", "--long", "--layers", "2", "--ranks", "2"]) == 0
+    rows = json.loads((folder / "train.json").read_text())["results"]
+    assert [row["name"] for row in rows] == ["magi", "ring", "all_gather", "ulysses"]
+    for row in rows:
+        assert row["reason"] is None and row["ms"] > 0
+        assert row["losses"] == pytest.approx(rows[0]["losses"], rel=1e-5)
+    assert (folder / "report.html").exists()
+
+
+@pytest.mark.parametrize("behind", [["--layers", "2"], ["--config", "llama3-8b"], ["--only", "ring"]])
+def test_options_of_long_training_alone(behind, folder, capfd):
+    assert main(["bench", "train", "--name", "mine", "--sizes", "128", "--device", "cpu", "--", *behind]) != 0
+    assert "--long" in capfd.readouterr().err
