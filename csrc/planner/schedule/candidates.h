@@ -4,13 +4,11 @@
 #pragma once
 
 #include <algorithm>
-#include <functional>
 #include <numeric>
-#include <queue>
 #include <vector>
 
 #include "planner/schedule/heuristics_h100.h"
-#include "planner/schedule/work_list.h"
+#include "planner/schedule/work_tiles.h"
 
 namespace magi::schedule {
 
@@ -28,7 +26,7 @@ struct TimedTile {
 // The tiles of a plan, the longest first, ties as in the plan.
 class Tiles {
  public:
-  Tiles(const PlanReader& plan, const ListShape& shape) : plan_(plan), shape_(shape) {
+  Tiles(const PlanReader& plan, const OrderShape& shape) : plan_(plan), shape_(shape) {
     for (int i = 0; i < plan.num_tiles(); ++i) {
       const int tile = plan.order()[i];
       int64_t steps = 0, masked = 0;
@@ -62,7 +60,7 @@ class Tiles {
 
  private:
   const PlanReader& plan_;
-  const ListShape& shape_;
+  const OrderShape& shape_;
   std::vector<TimedTile> sorted_;
   std::vector<int> cuts_;
 };
@@ -181,25 +179,5 @@ class RowMaker {
   std::vector<int> cut_;  // of the sorted
   int from_ = 0, count_ = 0;
 };
-
-// CTAs that begin late, and when.
-struct Late {
-  int ctas = 0;
-  int64_t time = 0;
-};
-
-// When each work tile ends, if the CTA that is free first takes the next one.
-inline std::vector<int64_t> simulate(const std::vector<Row>& rows, int num_ctas, Late late) {
-  std::priority_queue<int64_t, std::vector<int64_t>, std::greater<>> free_at;
-  num_ctas = std::min(num_ctas, static_cast<int>(rows.size()));
-  for (int i = 0; i < num_ctas; ++i) free_at.push(i < num_ctas - late.ctas ? 0 : late.time);
-  std::vector<int64_t> ends;
-  for (const Row& row : rows) {
-    ends.push_back(free_at.top() + row.time);
-    free_at.pop();
-    free_at.push(ends.back());
-  }
-  return ends;
-}
 
 }  // namespace magi::schedule

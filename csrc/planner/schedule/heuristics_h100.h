@@ -105,7 +105,7 @@ constexpr double kMinDirectShare = 0.1;  // of the blocks, single contributions 
 constexpr int kMinQueriesWithoutHalves = 3072;
 
 // ---- work lists. A step of 80 queries counts as one of 64; that it takes longer decides nothing.
-constexpr int kMostCuts = 2, kMayBeCut = 8;  // of so many longest tiles
+constexpr int kMayBeCut = 8;  // of the longest tiles, two at most
 // Factors on the end of candidates, from measurements of each on 35 to 100 masks. The shorter half
 // by heads ends about 8% later than SMs that share the work evenly.
 constexpr double kShorterHalfEnd = 1.08, kShorterHalf = 1.03;

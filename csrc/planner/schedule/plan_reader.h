@@ -24,6 +24,7 @@ class PlanReader {
         header_(*reinterpret_cast<const magi_tile_plan_header*>(plan)),
         block_m_(block_m) {}
 
+  const int32_t* words() const { return plan_; }
   int num_tiles() const { return header_.num_tiles; }
   int num_queries() const { return header_.total_k; }
   int num_all_segments() const { return header_.num_segments; }

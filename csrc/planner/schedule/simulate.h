@@ -8,12 +8,18 @@
 
 namespace magi::schedule {
 
+// CTAs that begin late, and when.
+struct Late {
+  int ctas = 0;
+  double time = 0;
+};
+
 // When work tiles start that take so long, if the CTA that is free first takes the next one.
-std::vector<double> starts_of(const std::vector<double>& times, int num_ctas);
+std::vector<double> starts_of(const std::vector<double>& times, int num_ctas, Late late = {});
 
 // When the last of them ends; 0 if there are none.
-inline double end_of(const std::vector<double>& times, int num_ctas) {
-  const std::vector<double> starts = starts_of(times, num_ctas);
+inline double end_of(const std::vector<double>& times, int num_ctas, Late late = {}) {
+  const std::vector<double> starts = starts_of(times, num_ctas, late);
   double end = 0;
   for (size_t i = 0; i < times.size(); ++i) end = std::max(end, starts[i] + times[i]);
   return end;

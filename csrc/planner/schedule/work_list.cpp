@@ -7,9 +7,8 @@
 // best split there: each side then runs with the other tiles of its document. Some heads of the
 // longest tiles run beside nothing of their kind, which costs some 20%; it pays where one tile
 // would be at work when all others are through. Heads of shorter tiles fill the gaps.
-#include "planner/schedule/work_list.h"
-
 #include "planner/schedule/candidates.h"
+#include "planner/schedule/simulate.h"
 
 namespace magi::schedule {
 namespace {
@@ -20,20 +19,23 @@ struct End {
   double last = 0, sum = 0;
 };
 
+std::vector<double> times_of(const std::vector<Row>& rows) {
+  std::vector<double> times;
+  for (const Row& row : rows) times.push_back(row.time);
+  return times;
+}
+
 End end_of(const Tiles& tiles, const Candidate& candidate, int num_sms, Late late) {
   const RowMaker maker(tiles, candidate);
-  const std::vector<Row> rows = maker.rows();
-  End end;
-  for (int64_t time : simulate(rows, num_sms, late)) end.last = std::max(end.last, double(time));
-  end.last += h100::kPartialTime * maker.num_partials();
-  for (const Row& row : rows) end.sum += row.time;
-  return end;
+  const std::vector<double> times = times_of(maker.rows());
+  return {end_of(times, num_sms, late) + h100::kPartialTime * maker.num_partials(), sum_of(times)};
 }
 
 Candidate cut(int cuts, const Tiles& tiles) { return {cuts, tiles.size(), 0}; }
 
 // The best of what does not count CTAs that begin late.
-Candidate select_early(const Tiles& tiles, const ListShape& shape, int num_sms, bool* is_by_heads) {
+Candidate select_early(const Tiles& tiles, const OrderShape& shape, int num_sms,
+                       bool* is_by_heads) {
   const int n = tiles.size();
   const End whole = end_of(tiles, cut(0, tiles), num_sms, {});
   // The shorter half by heads does not end before the longest tile.
@@ -56,8 +58,7 @@ Candidate select_early(const Tiles& tiles, const ListShape& shape, int num_sms, 
     *is_by_heads = splits_heads;
     is_shorter_half = false;
   };
-  for (int cuts = 1; cuts <= h100::kMostCuts; ++cuts)
-    look_at(cut(cuts, tiles), h100::kCutTiles, false);
+  look_at(cut(1, tiles), h100::kCutTiles, false);
   for (int longest_ones = 1; longest_ones <= h100::kMostLongest; ++longest_ones)
     look_at({0, 0, longest_ones}, is_shorter_half ? h100::kLongestNotHalf : h100::kLongestSplit,
             true);
@@ -68,7 +69,7 @@ Candidate select_early(const Tiles& tiles, const ListShape& shape, int num_sms, 
 // has two long work tiles, what those leave to others would be whole ones, so filling gains. Where
 // tiles are split by heads, other choices of them are as good for the end and read device memory
 // less.
-Candidate select(const Tiles& tiles, const ListShape& shape, int num_sms, Late late) {
+Candidate select(const Tiles& tiles, const OrderShape& shape, int num_sms, Late late) {
   bool is_by_heads = false;
   const Candidate early = select_early(tiles, shape, num_sms, &is_by_heads);
   const int n = tiles.size();
@@ -131,13 +132,13 @@ std::vector<int32_t> order_blocks(const PlanReader& plan, const std::vector<Row>
 
 class List {
  public:
-  List(const PlanReader& plan, const ListShape& shape)
+  List(const PlanReader& plan, const OrderShape& shape)
       : plan_(plan), shape_(shape), per_tile_(shape.heads_kv * kSplits) {
     const int num_sms = shape.num_sms, num_ctas = shape.num_ctas;
     const Tiles tiles(plan, shape);
     const int64_t blocks = static_cast<int64_t>(plan.num_m_blocks()) * shape.heads_kv * shape.group;
     const int late_ctas = magi_late_ctas(num_sms);
-    const Late late{late_ctas, std::min<int64_t>(4 * blocks / late_ctas, 1 << 24)};
+    const Late late{late_ctas, double(std::min<int64_t>(4 * blocks / late_ctas, 1 << 24))};
     const RowMaker maker(tiles, select(tiles, shape, num_sms, late));
     rows_ = maker.rows();
     partials_ = maker.partials();
@@ -145,7 +146,10 @@ class List {
       rows_[i].tile.num_descending = MAGI_TRAVERSAL_WRAP;
     blocks_ = order_blocks(plan, rows_, num_ctas, &header_.num_blocks_at_once);
     find_tiles_of_blocks();
-    order_entries(simulate(rows_, num_sms, late));
+    const std::vector<double> times = times_of(rows_);
+    std::vector<double> ends = starts_of(times, num_sms, late);
+    for (size_t i = 0; i < ends.size(); ++i) ends[i] += times[i];
+    order_entries(ends);
   }
 
   std::vector<int32_t> words() {
@@ -189,9 +193,9 @@ class List {
 
   // How many work tiles each part of a tile has, and the order in which blocks and partials will be
   // complete. `ends`: of the work tiles.
-  void order_entries(const std::vector<int64_t>& ends) {
+  void order_entries(const std::vector<double>& ends) {
     const size_t per_tile = size_t(per_tile_);
-    std::vector<int64_t> through(size_t(plan_.num_tiles()) * per_tile);
+    std::vector<double> through(size_t(plan_.num_tiles()) * per_tile);
     left_.resize(through.size());
     for (size_t i = 0; i < rows_.size(); ++i) {
       const magi_work_tile& w = rows_[i].tile;
@@ -202,13 +206,13 @@ class List {
         through[at] = std::max(through[at], ends[i]);
       }
     }
-    std::vector<int64_t> complete(size_t(plan_.num_m_blocks()) * per_tile);
+    std::vector<double> complete(size_t(plan_.num_m_blocks()) * per_tile);
     for (int tile = 0; tile < plan_.num_tiles(); ++tile)
       for (int segment = 0; segment < plan_.num_segments(tile); ++segment) {
         const Blocks b = plan_.blocks(tile, segment);
         for (int block = b.first; block < b.end; ++block)
           for (size_t part = 0; part < per_tile; ++part) {
-            int64_t& at = complete[size_t(block) * per_tile + part];
+            double& at = complete[size_t(block) * per_tile + part];
             at = std::max(at, through[size_t(tile) * per_tile + part]);
           }
       }
@@ -217,7 +221,7 @@ class List {
     for (size_t i = 0; i < partials_.size(); ++i) {
       const auto first = through.begin() + std::ptrdiff_t(size_t(partials_[i].tile) * per_tile +
                                                           size_t(partials_[i].head_kv * kSplits));
-      const int64_t end = *std::max_element(first, first + kSplits);
+      const double end = *std::max_element(first, first + kSplits);
       for (int32_t share = 0; share < kSplits; ++share) {
         entries_.push_back({~static_cast<int32_t>(i), share});
         complete.push_back(end);
@@ -233,7 +237,7 @@ class List {
   }
 
   const PlanReader& plan_;
-  const ListShape& shape_;
+  const OrderShape& shape_;
   int per_tile_;
   magi_work_list header_ = {};
   std::vector<Row> rows_;
@@ -245,7 +249,7 @@ class List {
 
 }  // namespace
 
-std::vector<int32_t> make_work_list(const PlanReader& plan, const ListShape& shape) {
+std::vector<int32_t> make_work_list(const PlanReader& plan, const OrderShape& shape) {
   return List(plan, shape).words();
 }
 
