@@ -13,83 +13,69 @@
 namespace magi::schedule {
 namespace {
 
-// When the last work tile of a candidate ends and its parts are combined; and what all work tiles
-// take.
-struct End {
-  double last = 0, sum = 0;
-};
-
 std::vector<double> times_of(const std::vector<Row>& rows) {
   std::vector<double> times;
   for (const Row& row : rows) times.push_back(row.time);
   return times;
 }
 
-End end_of(const Tiles& tiles, const Candidate& candidate, int num_sms, Late late) {
-  const RowMaker maker(tiles, candidate);
-  const std::vector<double> times = times_of(maker.rows());
-  return {end_of(times, num_sms, late) + h100::kPartialTime * maker.num_partials(), sum_of(times)};
-}
+// The best candidate so far, by when the last work tile ends and its parts are combined.
+struct Best {
+  const Tiles& tiles;
+  int num_sms;
+  Late late;
+  Candidate chosen;
+  double end = end_of_candidate(chosen);
 
-Candidate cut(int cuts, const Tiles& tiles) { return {cuts, tiles.size(), 0}; }
+  double end_of_candidate(const Candidate& candidate) const {
+    const RowMaker maker(tiles, candidate);
+    return end_of(times_of(maker.rows()), num_sms, late) +
+           h100::kPartialTime * maker.num_partials();
+  }
+  bool look_at(const Candidate& candidate, double factor) {
+    const double other = factor * end_of_candidate(candidate);
+    if (other >= end) return false;
+    end = other;
+    chosen = candidate;
+    return true;
+  }
+};
 
-// The best of what does not count CTAs that begin late.
-Candidate select_early(const Tiles& tiles, const OrderShape& shape, int num_sms,
-                       bool* is_by_heads) {
-  const int n = tiles.size();
-  const End whole = end_of(tiles, cut(0, tiles), num_sms, {});
+// First what does not count CTAs that begin late, then the same beside others, now as some do: they
+// prepare rows until then. Where each SM has two long work tiles, what those leave to others would
+// be whole ones, so filling gains. Where tiles are split by heads, other choices of them are as
+// good for the end and read device memory less.
+Candidate select(const Tiles& tiles, const OrderShape& shape, Late late) {
+  const int n = tiles.size(), num_sms = shape.num_sms;
+  Best best{tiles, num_sms, {}, {}};
   // The shorter half by heads does not end before the longest tile.
   const double longest = tiles[0].time + kWorkTileTime,
-               shorter = std::max(h100::kShorterHalfEnd * whole.sum / num_sms, longest),
+               sum = sum_of(times_of(RowMaker(tiles, {}).rows())),
+               shorter = std::max(h100::kShorterHalfEnd * sum / num_sms, longest),
                worth = tiles.block_m() == 64 ? h100::kWorthHalves : h100::kWorthHalvesWide;
-  double best = whole.last;
-  Candidate chosen = cut(0, tiles);
-  *is_by_heads = whole.last > worth * shorter;
-  bool is_shorter_half = *is_by_heads;
+  bool is_by_heads = best.end > worth * shorter, is_shorter_half = is_by_heads;
   if (is_shorter_half) {
-    best = h100::kShorterHalf * shorter;
-    chosen = {0, n / 2, n - n / 2};
+    best.end = h100::kShorterHalf * shorter;
+    best.chosen = {0, n / 2, n - n / 2};
   }
-  auto look_at = [&](const Candidate& candidate, double factor, bool splits_heads) {
-    const double end = factor * end_of(tiles, candidate, num_sms, {}).last;
-    if (end >= best) return;
-    best = end;
-    chosen = candidate;
-    *is_by_heads = splits_heads;
-    is_shorter_half = false;
-  };
-  look_at(cut(1, tiles), h100::kCutTiles, false);
-  for (int longest_ones = 1; longest_ones <= h100::kMostLongest; ++longest_ones)
-    look_at({0, 0, longest_ones}, is_shorter_half ? h100::kLongestNotHalf : h100::kLongestSplit,
-            true);
-  return chosen;
-}
-
-// The same beside others, now as some CTAs begin late: they prepare rows until then. Where each SM
-// has two long work tiles, what those leave to others would be whole ones, so filling gains. Where
-// tiles are split by heads, other choices of them are as good for the end and read device memory
-// less.
-Candidate select(const Tiles& tiles, const OrderShape& shape, int num_sms, Late late) {
-  bool is_by_heads = false;
-  const Candidate early = select_early(tiles, shape, num_sms, &is_by_heads);
-  const int n = tiles.size();
-  double best = end_of(tiles, early, num_sms, late).last;
-  Candidate chosen = early;
-  auto look_at = [&](const Candidate& candidate, double factor) {
-    const double end = factor * end_of(tiles, candidate, num_sms, late).last;
-    if (end >= best) return;
-    best = end;
-    chosen = candidate;
-  };
+  if (best.look_at({1, n, 0}, h100::kCutTiles)) is_by_heads = is_shorter_half = false;
+  for (int count = 1; count <= h100::kMostLongest; ++count)
+    if (best.look_at({0, 0, count},
+                     is_shorter_half ? h100::kLongestNotHalf : h100::kLongestSplit)) {
+      is_by_heads = true;
+      is_shorter_half = false;
+    }
+  best.late = late;
+  best.end = best.end_of_candidate(best.chosen);
   if (is_by_heads) {
-    look_at({1, n * 7 / 16, n * 8 / 16}, h100::kBesideCut);  // the half from 7/16 on, beside a cut
-    look_at({2, n * 4 / 16, n * 4 / 16}, h100::kBesideTwoCuts);  // the second quarter, beside two
-    look_at({2, n * 6 / 16, n * 6 / 16}, h100::kBesideTwoCuts);  // 3/8 from 3/8 on, beside two
+    best.look_at({1, n * 7 / 16, n * 8 / 16}, h100::kBesideCut);  // the half from 7/16, and a cut
+    best.look_at({2, n * 4 / 16, n * 4 / 16}, h100::kBesideTwoCuts);  // the second quarter, and two
+    best.look_at({2, n * 6 / 16, n * 6 / 16}, h100::kBesideTwoCuts);  // 3/8 from 3/8 on, and two
   } else if (h100::kFewParts * h100::kShortest * shape.heads_kv <= num_sms) {
-    look_at({2, std::max(n - h100::kShortest, 0), h100::kShortest},
-            h100::kShortestSplit);  // two cuts, and the two shortest
+    best.look_at({2, std::max(n - h100::kShortest, 0), h100::kShortest},
+                 h100::kShortestSplit);  // the two shortest, and two cuts
   }
-  return chosen;
+  return best.chosen;
 }
 
 // The blocks of a work tile in a segment, and how many of these come first, descending.
@@ -139,7 +125,7 @@ class List {
     const int64_t blocks = static_cast<int64_t>(plan.num_m_blocks()) * shape.heads_kv * shape.group;
     const int late_ctas = magi_late_ctas(num_sms);
     const Late late{late_ctas, double(std::min<int64_t>(4 * blocks / late_ctas, 1 << 24))};
-    const RowMaker maker(tiles, select(tiles, shape, num_sms, late));
+    const RowMaker maker(tiles, select(tiles, shape, late));
     rows_ = maker.rows();
     partials_ = maker.partials();
     for (size_t i = 0; i < std::min(rows_.size(), size_t(num_ctas)); ++i)
