@@ -21,23 +21,23 @@ std::vector<double> starts_of(const std::vector<double>& times, int num_ctas, La
   return starts;
 }
 
-TileGroups group_tiles(const std::vector<int64_t>& blocks, int64_t period) {
+std::vector<std::vector<int64_t>> group_tiles(const std::vector<int64_t>& blocks, int64_t period) {
   std::set<std::pair<int64_t, int64_t>> left;  // blocks and tile
   for (size_t t = 0; t < blocks.size(); ++t)
     if (blocks[t] > 0) left.insert({blocks[t], int64_t(t)});
-  TileGroups made;
-  for (int64_t group = 0; !left.empty(); ++group) {
+  std::vector<std::vector<int64_t>> groups;
+  while (!left.empty()) {
+    groups.emplace_back();
     int64_t room = period;
     for (auto end = left.end(); end != left.begin();
          end = left.upper_bound({room, std::numeric_limits<int64_t>::max()})) {
       const auto longest = std::prev(end);
-      made.tiles.push_back(longest->second);
-      made.groups.push_back(group);
+      groups.back().push_back(longest->second);
       room -= longest->first;
       left.erase(longest);
     }
   }
-  return made;
+  return groups;
 }
 
 }  // namespace magi::schedule

@@ -25,12 +25,9 @@ inline double end_of(const std::vector<double>& times, int num_ctas, Late late =
   return end;
 }
 
-// Tiles that follow one another, by the blocks that they visit: the longest that is left, and
-// behind it the longest that still fit into what is left of `period`. Each tile that visits
-// something once, in this order, and the number of its group.
-struct TileGroups {
-  std::vector<int64_t> tiles, groups;
-};
-TileGroups group_tiles(const std::vector<int64_t>& blocks, int64_t period);
+// Groups of tiles that follow one another, by the blocks that they visit: the longest that is left,
+// and behind it the longest that still fit into what is left of `period`. Each tile that visits
+// something is in one.
+std::vector<std::vector<int64_t>> group_tiles(const std::vector<int64_t>& blocks, int64_t period);
 
 }  // namespace magi::schedule
