@@ -94,38 +94,34 @@ class RowMaker {
   std::vector<Row> rows() const {
     struct Item {
       Row row;
-      int sorted;
-      bool is_whole;
+      bool is_whole, is_parts;
     };
     std::vector<Item> items;
     for (int i = 0; i < tiles_.size(); ++i) {
       const bool is_cut = std::find(cut_.begin(), cut_.end(), i) != cut_.end();
       if (!is_cut && !(i >= from_ && i < from_ + count_))
-        items.push_back({{whole(i), tiles_[i].time}, i, true});
+        items.push_back({{whole(i), tiles_[i].time}, true, false});
     }
     for (size_t n = 0; n < cut_.size(); ++n)
-      for (int side = 0; side < 2; ++side) items.push_back({side_of(int(n), side), cut_[n], false});
+      for (int side = 0; side < 2; ++side) items.push_back({side_of(int(n), side), false, false});
+    if (count_ > 0)
+      items.push_back({{{}, (tiles_[from_].time + kSplits - 1) / kSplits}, false, true});
     std::stable_sort(items.begin(), items.end(),
                      [](const Item& a, const Item& b) { return a.row.time > b.row.time; });
-    const int part_time = count_ > 0 ? (tiles_[from_].time + kSplits - 1) / kSplits : -1;
     std::vector<Row> made;
-    bool has_parts = count_ == 0;
-    for (size_t i = 0; i < items.size();) {
-      if (!has_parts && items[i].row.time < part_time) {
-        add_parts(made);
-        has_parts = true;
-      }
+    for (size_t i = 0, end = 0; i < items.size(); i = end) {
       // Whole tiles that take as long go head by head: the first heads are through sooner, and
       // less is left to the kernel behind.
-      size_t end = i + 1;
+      end = i + 1;
       while (items[i].is_whole && end < items.size() && items[end].is_whole &&
              items[end].row.time == items[i].row.time)
         ++end;
-      for (int head = 0; head < tiles_.heads(); ++head)
-        for (size_t j = i; j < end; ++j) add(made, items[j].row, head);
-      i = end;
+      if (items[i].is_parts)
+        add_parts(made);
+      else
+        for (int head = 0; head < tiles_.heads(); ++head)
+          for (size_t j = i; j < end; ++j) add(made, items[j].row, head);
     }
-    if (!has_parts) add_parts(made);
     return made;
   }
 
