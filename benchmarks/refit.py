@@ -39,7 +39,8 @@ HEADER = Path(__file__).resolve().parents[1] / "csrc" / "planner" / "schedule" /
 TOKENS, HEAD_DIM, TILE = 4096, 128, 128
 # Masks and draws of work lists, and of tile splits in deterministic order, which diagonals have none of.
 LIST_MASKS = (("full", 1), ("causal", 1), ("varlen_full", 8), ("varlen_block_causal", 5), ("varlen_causal", 5))
-LIST_HEADS, SPLIT_HEADS, SPLIT_DRAWS = ((64, 8), (32, 8)), (64, 8), 10
+LIST_HEADS = ((64, 8), (32, 8))
+SPLIT_HEADS, SPLIT_DRAWS = ((64, 8), (32, 8), (128, 8)), 4  # rows of q must differ, too
 
 
 def steps_of(plan: TilePlan, tile: int, block_m: int, begin: int = 0, end: int = 2**31 - 1) -> tuple[int, int]:
@@ -129,13 +130,13 @@ def measured(repeats: int) -> Iterator[Row]:
                 ((call, us),) = timed(make_case(name, seqlen, draw), heads, [BwdSchedule(64, 0)], False, repeats)
                 if call.listed[1]:
                     yield list_row(*call.listed, heads, num_sms, us)
-    for draw in range(SPLIT_DRAWS):
-        case = make_case("varlen_full", TOKENS, draw)
-        plan, tiles = plan_of(case), TOKENS // TILE
-        splits = (NONE, Split(0, 1, 4), Split(0, 3, 2), Split(1, tiles // 3, 2), Split(0, tiles // 2, 2))
-        chosen = [BwdSchedule(64, 0), *(BwdSchedule(80, 0, split=split) for split in splits)]
-        found = timed(case, SPLIT_HEADS, chosen, True, repeats)
-        yield from (split_row(plan, x, SPLIT_HEADS, num_sms, us) for x, (_, us) in zip(chosen, found))
+    splits = (NONE, Split(0, 1, 4), Split(0, 3, 2), Split(1, TOKENS // TILE // 3, 2), Split(0, TOKENS // TILE // 2, 2))
+    chosen = [BwdSchedule(64, 0), *(BwdSchedule(80, 0, split=split) for split in splits)]
+    for heads in SPLIT_HEADS:
+        for draw in range(SPLIT_DRAWS):
+            case = make_case("varlen_full", TOKENS, draw)
+            plan, found = plan_of(case), timed(case, heads, chosen, True, repeats)
+            yield from (split_row(plan, x, heads, num_sms, us) for x, (_, us) in zip(chosen, found))
 
 
 def source_of(rows_file: Path, where: dict, fits: Sequence[Fit]) -> list[str]:

@@ -96,7 +96,10 @@ def _solve(rows: Sequence[Row], features, start: Sequence[float], what: str) -> 
         times = np.maximum(found, 1e-9)
     assert best is not None
     if (best[:-1] <= 0).any():
-        raise ValueError(f"A time of {what} came out as 0 or less ({best[:-1]}); measure more rows, on a quiet GPU.")
+        raise ValueError(
+            f"The times of {what} came out as {np.round(best[:-1], 5).tolist()} us, and each must be more than 0: "
+            "measure more rows, on a quiet GPU."
+        )
     return best, best_error
 
 

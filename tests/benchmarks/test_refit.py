@@ -6,6 +6,8 @@ from __future__ import annotations
 import heapq
 import json
 from dataclasses import asdict, replace
+from types import SimpleNamespace
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -30,23 +32,26 @@ def busy(times: list[float], free_at: list[float]) -> tuple[float, float]:
     return max(free_at), even
 
 
+def modelled(row: Row) -> Row:
+    """The row with the time that it takes by the constants above."""
+    overhead = 20.0
+    if row.is_deterministic:
+        step = WIDE if row.block_m == 80 else NARROW
+        end, even = busy([step * n + SPLIT_TILE for n in row.steps], [0.0] * NUM_SMS)
+        return replace(row, us=overhead + 0.25 * even + 0.75 * end + PART * row.partials + ROW * row.rows)
+    free_at = [0.0] * (NUM_SMS - row.late) + [0.5 * row.late_blocks / row.late * STEP] * row.late
+    times = [STEP * n + MASKED * m + LIST_TILE for n, m in zip(row.steps, row.masked)]
+    return replace(row, us=overhead + busy(times, free_at)[0] + PARTIAL * row.partials)
+
+
 def random_row(rng: np.random.Generator, is_deterministic: bool) -> Row:
     """A backward that takes as long as the constants above say."""
     count, rows = int(rng.integers(140, 420)), int(rng.integers(1, 9)) * 32768
     steps = np.sort(rng.integers(4, 500, count))[::-1].tolist()
     masked = [int(n * x) for n, x in zip(steps, rng.random(count) ** 2)]
-    partials, overhead = int(rng.integers(0, 200)), 20.0
-    if is_deterministic:
-        block_m = int(rng.choice((64, 80)))
-        step = WIDE if block_m == 80 else NARROW
-        end, even = busy([step * n + SPLIT_TILE for n in steps], [0.0] * NUM_SMS)
-        us = overhead + 0.25 * even + 0.75 * end + PART * partials + ROW * rows
-        return Row(True, block_m, NUM_SMS, steps, [0] * count, partials, rows, us)
-    late, late_blocks = 16, rows // 64
-    free_at = [0.0] * (NUM_SMS - late) + [0.5 * late_blocks / late * STEP] * late
-    times = [STEP * n + MASKED * m + LIST_TILE for n, m in zip(steps, masked)]
-    us = overhead + busy(times, free_at)[0] + PARTIAL * partials
-    return Row(False, 64, NUM_SMS, steps, masked, partials, rows, us, late, late_blocks)
+    partials, block_m = int(rng.integers(0, 200)), int(rng.choice((64, 80))) if is_deterministic else 64
+    late = (0, 0) if is_deterministic else (16, rows // 64)
+    return modelled(Row(is_deterministic, block_m, NUM_SMS, steps, masked, partials, rows, 0.0, *late))
 
 
 def random_rows(seed: int, noise: float = 0.0) -> list[Row]:
@@ -116,3 +121,24 @@ def test_rows_count_what_the_plan_has(name):
         made = refit.split_row(plan, BwdSchedule(80, 0, split=split), heads, NUM_SMS)
         assert sum(made.steps) == 64 * sum(refit.steps_of(plan, tile, 80)[0] for tile in range(32))
         assert len(made.steps) == 8 * (32 + 3 * (split.end - split.begin)) and made.partials in (0, 96)
+
+
+def test_what_is_measured_tells_all_times_apart(monkeypatch):
+    """With times of the model in place of a GPU's, the masks and schedules that are measured give them back."""
+
+    class Call(NamedTuple):
+        listed: tuple[np.ndarray, int]
+
+    def timed(case, heads, chosen, deterministic, repeats):
+        plan = refit.plan_of(case)
+        shape = WorkTileShape(heads[1], heads[0] // heads[1], NUM_SMS, NUM_SMS, list_block_m=64)
+        listed = (with_schedule(plan.words, shape), len(plan.words))
+        for schedule in chosen:
+            row = refit.split_row(plan, schedule, heads, NUM_SMS) if deterministic else None
+            yield Call(listed), modelled(row or refit.list_row(*listed, heads, NUM_SMS)).us
+
+    monkeypatch.setattr(refit, "timed", timed)
+    monkeypatch.setattr(refit.torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132))
+    lists, splits = fit(list(refit.measured(1)))
+    assert lists.constants | splits.constants == pytest.approx(WANTED, rel=1e-5)
+    assert lists.rows == 2 * 20 and splits.rows == 3 * 4 * 6
