@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Candidates for a work list, and a simulation of when one ends. A candidate cuts up to two tiles
-// where one document ends and the next begins, and splits a run of tiles by query heads.
+// Candidates for a work list. One cuts up to two tiles where a document ends and the next begins,
+// and splits a run of tiles by query heads.
 #pragma once
 
 #include <algorithm>

@@ -78,18 +78,14 @@ Candidate select(const Tiles& tiles, const OrderShape& shape, Late late) {
   return best.chosen;
 }
 
-// The blocks of a work tile in a segment, and how many of these come first, descending.
+// The blocks of a work tile in a segment.
 Blocks blocks_of(const PlanReader& plan, const magi_work_tile& w, int segment) {
   const Blocks b = plan.blocks(w.tile, segment);
   return {std::max(b.first, w.m_begin), std::min(b.end, w.m_end)};
 }
-int descending(const magi_work_tile& w, const Blocks& b) {
-  const int wanted = w.num_descending == MAGI_TRAVERSAL_WRAP ? b.first : w.num_descending;
-  return std::min(wanted, b.count());
-}
 
-// Blocks in the order in which the work tiles that are taken up first need them, and how many are
-// needed at once.
+// Blocks in the order in which the work tiles that are taken first need them, which wrap, and how
+// many are needed at once.
 std::vector<int32_t> order_blocks(const PlanReader& plan, const std::vector<Row>& rows,
                                   int num_ctas, int32_t* at_once) {
   constexpr int kLast = 255;  // steps from the start, from which on the order does not count
@@ -99,7 +95,7 @@ std::vector<int32_t> order_blocks(const PlanReader& plan, const std::vector<Row>
     int steps = 0;
     for (int segment = 0; segment < plan.num_segments(w.tile); ++segment) {
       const Blocks b = blocks_of(plan, w, segment);
-      const int back = descending(w, b);
+      const int back = std::min(b.first, b.count());
       for (int block = b.first; block < b.end; ++block) {
         const int before = block >= b.end - back ? b.end - 1 - block : back + block - b.first;
         int& at = needed[size_t(block)];
