@@ -4,7 +4,7 @@
     python benchmarks/kernel.py [--direction forward|backward|both] [--masks causal,varlen_full] [--seqlens 4K,32K]
                                 [--out benchmarks/results/NAME]
     python benchmarks/kernel.py --show benchmarks/results/NAME.json
-    python benchmarks/kernel.py layers | modes | stalls [--help]
+    python benchmarks/kernel.py layers | modes | refit | stalls [--help]
 
 Before anything is timed, every implementation is compared with a float32 reference on a sample of rows. TFLOP/s
 count the multiply-adds of the products of each unmasked (q, k) pair and head: forward those of the scores and of out,
@@ -51,6 +51,7 @@ OURS = {"magi", "magi_attend", "magi_host", "magi_det"}
 PARTS = {
     "layers": ("layers", "sixteen layers as a training step calls them, with one mask and with new ones"),
     "modes": ("backward_modes", "what each mode of the backward is worth"),
+    "refit": ("refit", "the times by which the planner schedules a backward, measured and fitted"),
     "stalls": ("stalls", "where the warps of a kernel wait, from a profile by ncu"),
 }
 TITLES = {"forward": "forward", "backward": "backward", "both": "forward + backward"}

@@ -8,7 +8,6 @@ from __future__ import annotations
 SPLIT_CASES: dict[str, tuple[tuple[int, ...], int, tuple[int, int], int, int]] = {
     "a tile by queries": ((789, 92, 725, 268, 174), 0, (64, 16), 1, 17),
     "two tiles by queries, and the two shortest by heads": ((37, 841, 96, 1074), 0, (64, 16), 4, 24),
-    "two tiles by queries": ((810, 338, 32, 640, 35, 193), 0, (64, 16), 2, 18),
     "the longest by heads": ((309, 2539, 291, 149, 808), 1, (32, 8), 3, 41),
     "the shorter half by heads": ((1543, 172, 333), 0, (64, 16), 8, 40),
     "a tile by queries, and half of the tiles by heads": ((950, 477, 20, 32, 514, 55), 0, (64, 16), 8, 38),

@@ -10,6 +10,7 @@
 // Whether that is better is estimated from the times at which work tiles visit m-blocks: an m-block
 // is read again if more than L2 holds was read since its last visit
 // (docs/log/ffa_backward_order.md).
+#include <array>
 #include <cmath>
 #include <set>
 #include <unordered_map>
@@ -91,22 +92,14 @@ std::vector<int64_t> document_order(const TileTable& tiles) {
     int64_t& most = longest[document[i]];
     most = std::max(most, tiles.count[i]);
   }
-  struct Key {
-    bool sees;
-    int64_t longest, document, count, tile;
-  };
-  std::vector<Key> keys;
-  for (size_t i = 0; i < document.size(); ++i)
-    keys.push_back(
-        {tiles.count[i] > 0, longest[document[i]], document[i], tiles.count[i], int64_t(i)});
-  std::stable_sort(keys.begin(), keys.end(), [](const Key& a, const Key& b) {
-    if (a.sees != b.sees) return b.sees;
-    if (a.longest != b.longest) return a.longest > b.longest;
-    if (a.document != b.document) return a.document < b.document;
-    return a.count > b.count;
-  });
+  std::vector<std::array<int64_t, 5>> keys;  // the last is the tile
+  for (int64_t i = 0; i < tiles.size(); ++i) {
+    const int64_t d = document[size_t(i)], count = tiles.count[size_t(i)];
+    keys.push_back({count > 0, -longest[d], d, -count, i});
+  }
+  std::sort(keys.begin(), keys.end());
   std::vector<int64_t> order;
-  for (const Key& key : keys) order.push_back(key.tile);
+  for (const auto& key : keys) order.push_back(key.back());
   return order;
 }
 
@@ -146,10 +139,9 @@ double gain_by_document(const TileTable& tiles, const OrderShape& shape, int at_
       if (w.descending == MAGI_TRAVERSAL_WRAP) w.descending = tiles.first[size_t(w.tile)];
       times.push_back(double(tiles.count[size_t(w.tile)]) + h100::kBeginAndEnd);
     }
-    const std::vector<double> starts = starts_of(times, shape.num_ctas);
-    shares[i] = missed(tiles, some, starts, shape.num_ctas, h100::kInL2 / shape.group);
-    ends[i] = 0;
-    for (size_t j = 0; j < times.size(); ++j) ends[i] = std::max(ends[i], starts[j] + times[j]);
+    shares[i] = missed(tiles, some, starts_of(times, shape.num_ctas), shape.num_ctas,
+                       h100::kInL2 / shape.group);
+    ends[i] = end_of(times, shape.num_ctas);
   }
   return std::log(ends[0] / ends[1]) + shares[0] * shares[0] - shares[1] * shares[1] / 2;
 }

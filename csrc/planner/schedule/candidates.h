@@ -1,16 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// Candidates for a work list, and a simulation of when one ends. A candidate cuts up to two tiles
-// where one document ends and the next begins, and splits a run of tiles by query heads.
+// Candidates for a work list. One cuts up to two tiles where a document ends and the next begins,
+// and splits a run of tiles by query heads.
 #pragma once
 
 #include <algorithm>
-#include <functional>
 #include <numeric>
-#include <queue>
 #include <vector>
 
 #include "planner/schedule/heuristics_h100.h"
-#include "planner/schedule/work_list.h"
+#include "planner/schedule/work_tiles.h"
 
 namespace magi::schedule {
 
@@ -28,7 +26,7 @@ struct TimedTile {
 // The tiles of a plan, the longest first, ties as in the plan.
 class Tiles {
  public:
-  Tiles(const PlanReader& plan, const ListShape& shape) : plan_(plan), shape_(shape) {
+  Tiles(const PlanReader& plan, const OrderShape& shape) : plan_(plan), shape_(shape) {
     for (int i = 0; i < plan.num_tiles(); ++i) {
       const int tile = plan.order()[i];
       int64_t steps = 0, masked = 0;
@@ -62,7 +60,7 @@ class Tiles {
 
  private:
   const PlanReader& plan_;
-  const ListShape& shape_;
+  const OrderShape& shape_;
   std::vector<TimedTile> sorted_;
   std::vector<int> cuts_;
 };
@@ -96,38 +94,34 @@ class RowMaker {
   std::vector<Row> rows() const {
     struct Item {
       Row row;
-      int sorted;
-      bool is_whole;
+      bool is_whole, is_parts;
     };
     std::vector<Item> items;
     for (int i = 0; i < tiles_.size(); ++i) {
       const bool is_cut = std::find(cut_.begin(), cut_.end(), i) != cut_.end();
       if (!is_cut && !(i >= from_ && i < from_ + count_))
-        items.push_back({{whole(i), tiles_[i].time}, i, true});
+        items.push_back({{whole(i), tiles_[i].time}, true, false});
     }
     for (size_t n = 0; n < cut_.size(); ++n)
-      for (int side = 0; side < 2; ++side) items.push_back({side_of(int(n), side), cut_[n], false});
+      for (int side = 0; side < 2; ++side) items.push_back({side_of(int(n), side), false, false});
+    if (count_ > 0)
+      items.push_back({{{}, (tiles_[from_].time + kSplits - 1) / kSplits}, false, true});
     std::stable_sort(items.begin(), items.end(),
                      [](const Item& a, const Item& b) { return a.row.time > b.row.time; });
-    const int part_time = count_ > 0 ? (tiles_[from_].time + kSplits - 1) / kSplits : -1;
     std::vector<Row> made;
-    bool has_parts = count_ == 0;
-    for (size_t i = 0; i < items.size();) {
-      if (!has_parts && items[i].row.time < part_time) {
-        add_parts(made);
-        has_parts = true;
-      }
+    for (size_t i = 0, end = 0; i < items.size(); i = end) {
       // Whole tiles that take as long go head by head: the first heads are through sooner, and
       // less is left to the kernel behind.
-      size_t end = i + 1;
+      end = i + 1;
       while (items[i].is_whole && end < items.size() && items[end].is_whole &&
              items[end].row.time == items[i].row.time)
         ++end;
-      for (int head = 0; head < tiles_.heads(); ++head)
-        for (size_t j = i; j < end; ++j) add(made, items[j].row, head);
-      i = end;
+      if (items[i].is_parts)
+        add_parts(made);
+      else
+        for (int head = 0; head < tiles_.heads(); ++head)
+          for (size_t j = i; j < end; ++j) add(made, items[j].row, head);
     }
-    if (!has_parts) add_parts(made);
     return made;
   }
 
@@ -181,25 +175,5 @@ class RowMaker {
   std::vector<int> cut_;  // of the sorted
   int from_ = 0, count_ = 0;
 };
-
-// CTAs that begin late, and when.
-struct Late {
-  int ctas = 0;
-  int64_t time = 0;
-};
-
-// When each work tile ends, if the CTA that is free first takes the next one.
-inline std::vector<int64_t> simulate(const std::vector<Row>& rows, int num_ctas, Late late) {
-  std::priority_queue<int64_t, std::vector<int64_t>, std::greater<>> free_at;
-  num_ctas = std::min(num_ctas, static_cast<int>(rows.size()));
-  for (int i = 0; i < num_ctas; ++i) free_at.push(i < num_ctas - late.ctas ? 0 : late.time);
-  std::vector<int64_t> ends;
-  for (const Row& row : rows) {
-    ends.push_back(free_at.top() + row.time);
-    free_at.pop();
-    free_at.push(ends.back());
-  }
-  return ends;
-}
 
 }  // namespace magi::schedule

@@ -85,7 +85,7 @@ class Checker {
   }
 
  private:
-  // Each query head and m-block once.
+  // Each query head and m-block once; a tile that sees nothing has a work tile, too, for its zeros.
   void check_cover(int tile, int head, const Rows& rows) const {
     int first = INT_MAX, end = 0, parts = 1;
     for (int i = 0; i < plan_.num_segments(tile); ++i) {
@@ -93,29 +93,22 @@ class Checker {
       first = std::min(first, b.first);
       end = std::max(end, b.end);
     }
+    if (first >= end) first = 0, end = 1;
     for (const magi_work_tile* w : rows) parts = std::max(parts, w->num_splits);
     for (int part = 0; part < parts; ++part) {
-      std::map<int, int> ranges;  // begin -> end
+      std::vector<int> count(size_t(end - first));
       for (const magi_work_tile* w : rows) {
         if (parts % w->num_splits != 0)
           fault("Tile %d of kv head %d is split into %d and into %d parts.", tile, head, parts,
                 w->num_splits);
         if (part / (parts / w->num_splits) != w->split) continue;
-        if (!ranges.emplace(w->m_begin, w->m_end).second)
-          fault("Tile %d of kv head %d is twice there from m-block %d on.", tile, head, w->m_begin);
+        for (int b = std::max(w->m_begin, first); b < std::min(w->m_end, end); ++b)
+          ++count[size_t(b - first)];
       }
-      if (ranges.empty()) fault("Tile %d of kv head %d has no work tile.", tile, head);
-      int covered = ranges.begin()->first;
-      if (covered > first)
-        fault("Tile %d of kv head %d has no work tile before m-block %d.", tile, head, covered);
-      for (const auto& [from, to] : ranges) {
-        if (from != covered)
-          fault("Work tiles of tile %d and kv head %d meet at m-blocks %d and %d.", tile, head,
-                covered, from);
-        covered = to;
-      }
-      if (covered < end)
-        fault("Tile %d of kv head %d has no work tile from m-block %d on.", tile, head, covered);
+      for (int b = first; b < end; ++b)
+        if (count[size_t(b - first)] != 1)
+          fault("m-block %d is in %d work tiles of part %d of tile %d and kv head %d.", b,
+                count[size_t(b - first)], part, tile, head);
     }
   }
 
@@ -172,35 +165,33 @@ class ListChecker {
     }
   }
 
+  // How many work tiles each part of each tile has, and which tiles visit each m-block.
   void check_left(const magi_work_tile* rows) const {
-    const int64_t count = int64_t(plan_.num_tiles()) * parts_;
-    std::vector<int32_t> want(static_cast<size_t>(count));
+    std::vector<int32_t> want(size_t(plan_.num_tiles()) * size_t(parts_));
     for (int i = 0; i < header_.num_work_tiles; ++i)
       for (int part = 0; part < MAGI_LIST_SPLITS; ++part)
         if (part / (MAGI_LIST_SPLITS / rows[i].num_splits) == rows[i].split)
           ++want[size_t(rows[i].tile) * size_t(parts_) +
                  size_t(rows[i].head_kv * MAGI_LIST_SPLITS + part)];
-    const int32_t* left = array<int32_t>(header_.words_left, count);
-    for (int64_t i = 0; i < count; ++i)
-      if (left[i] != want[size_t(i)])
-        fault("Part %lld of tile %lld has %d work tiles, and says %d.", (long long)(i % parts_),
-              (long long)(i / parts_), want[size_t(i)], left[i]);
+    check_equal("The numbers of work tiles that parts have", header_.words_left, want);
   }
-
   void check_tiles_of_blocks() const {
-    const int blocks = plan_.num_m_blocks(), words = (plan_.num_tiles() + 31) / 32;
-    if (header_.tile_words != words)
-      fault("%d tiles need %d words of bits, not %d.", plan_.num_tiles(), words,
+    const auto words = size_t(plan_.num_tiles() + 31) / 32;
+    if (size_t(header_.tile_words) != words)
+      fault("%d tiles need %d words of bits, not %d.", plan_.num_tiles(), int(words),
             header_.tile_words);
-    std::vector<uint32_t> want(size_t(blocks) * size_t(words));
+    std::vector<int32_t> want(size_t(plan_.num_m_blocks()) * words);
     for (int tile = 0; tile < plan_.num_tiles(); ++tile)
       for (int i = 0; i < plan_.num_segments(tile); ++i)
         for (int block = plan_.blocks(tile, i).first; block < plan_.blocks(tile, i).end; ++block)
-          want[size_t(block) * size_t(words) + size_t(tile / 32)] |= 1u << tile % 32;
-    const auto* bits = array<uint32_t>(header_.words_tiles_of_block, int64_t(want.size()));
+          want[size_t(block) * words + size_t(tile / 32)] |= int32_t(1u << tile % 32);
+    check_equal("The tiles of m-blocks", header_.words_tiles_of_block, want);
+  }
+  void check_equal(const char* what, int at, const std::vector<int32_t>& want) const {
+    const int32_t* found = array<int32_t>(at, int64_t(want.size()));
     for (size_t i = 0; i < want.size(); ++i)
-      if (bits[i] != want[i])
-        fault("The tiles of m-block %lld are not those that visit it.", (long long)(i / words));
+      if (found[i] != want[i])
+        fault("%s: word %lld is %d in place of %d.", what, (long long)i, found[i], want[i]);
   }
 
   // Each part of each m-block, and each share of each partial, once.

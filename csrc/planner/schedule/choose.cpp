@@ -7,8 +7,6 @@
 // * Order: packed documents are mostly faster one after the other (docs/log/ffa_backward_order.md).
 //
 // docs/log/ffa_backward_modes.md says what each mode is worth.
-#include "planner/schedule/choose.h"
-
 #include <optional>
 
 #include "planner/schedule/l2_groups.h"

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// The constants of the schedule that were measured on an H100, in one table. docs/log says how:
-// ffa_backward_wide.md, ffa_backward_modes.md, ffa_backward_order.md, ffa_backward_turns.md,
-// head_dims.md, sparse.md. Host and device read them.
+// The constants of the schedule that were measured on an H100, in one table. Times of steps and
+// work tiles are fitted by `benchmarks/kernel.py refit`, limits by `benchmarks/kernel.py modes`.
+// docs/log says how: ffa_backward_wide.md, ffa_backward_modes.md, ffa_backward_order.md,
+// ffa_backward_turns.md, head_dims.md, sparse.md. Host and device read them.
 #pragma once
 
 namespace magi {
@@ -17,6 +18,21 @@ constexpr int kLeastPortableUnits = 16;
 constexpr int kManySegments = 4;
 
 namespace h100 {
+
+constexpr int kStepTime = 8;  // the unit of work lists is an eighth of a step
+
+// ---- fitted: `python benchmarks/kernel.py refit` writes the lines of this part
+// By 35 to 100 masks (work lists) and 94 masks and heads (tile splits), a step of 80 being 2.6 us.
+// Work lists. Times are in eighths (kStepTime) of a step of 64 queries that needs no mask.
+constexpr int kMaskedStepTime = 9;  // a step of 64 that needs a mask
+constexpr int kWorkTileTime = 21;   // to begin and end a work tile
+constexpr int kPartialTime = 1;     // to combine the parts of one
+// Tile splits in deterministic order, in steps of 80 queries of one query head.
+constexpr double kNarrowStep = 0.848;          // a step of 64
+constexpr double kTileSplitBeginAndEnd = 1.9;  // to begin and end a work tile
+constexpr double kPart = 0.14;                 // to leave a part in memory and add it up
+constexpr double kRows = 3200;                 // rows of q that take a step before and behind
+// ---- end of what is fitted
 
 // ---- many and few work tiles, for each SM
 constexpr int kManyWorkTiles = 3;  // from which on there is no work list
@@ -36,15 +52,10 @@ constexpr double kSplitBeginAndEnd = 3;         // of a work tile, in steps
 constexpr double kHalvesGain = 0.9;             // of the time of whole tiles, what halves may take
 constexpr double kAlone = 1.25, kEnough = 1.1;  // times an even share: whole tiles, and parts
 
-// ---- tile splits, in deterministic order. In steps of 80 queries of one head, 2.6 us with head
-// dim 128, by 94 masks and heads.
+// ---- tile splits, in deterministic order
 constexpr int kMostInPairs = 2;  // parts of which any run of tiles is; of more only those in front
 constexpr int kFirstTiles = 3;
-constexpr int kEdges = 6;              // places among the tiles where runs begin and end
-constexpr double kNarrowStep = 0.848;  // a step of 64: 1.06 times as long for each query
-constexpr double kTileSplitBeginAndEnd = 1.9;
-constexpr double kPart = 0.14;  // to leave a part of dk and dv in memory and to add it up
-constexpr double kRows = 3200;  // rows of q for which the kernels before and behind take a step
+constexpr int kEdges = 6;            // places among the tiles where runs begin and end
 constexpr double kLateShare = 0.75;  // of the time that counts in which some CTAs have ended
 constexpr double kSplitGain = 0.98;  // of the time of whole tiles, what split ones may take
 
@@ -93,12 +104,8 @@ constexpr double kMinDirectShare = 0.1;  // of the blocks, single contributions 
 // Queries that a key sees, from which on m-blocks of 80 are faster than halves of the heads.
 constexpr int kMinQueriesWithoutHalves = 3072;
 
-// ---- work lists. Times are in eighths of a step of 64 queries that needs no mask. A step of 80
-// counts as one; that it takes longer decides nothing.
-constexpr int kStepTime = 8, kMaskedStepTime = 9;
-constexpr int kWorkTileTime = 21;            // to begin and end a work tile
-constexpr int kPartialTime = 1;              // to combine the parts of one
-constexpr int kMostCuts = 2, kMayBeCut = 8;  // of so many longest tiles
+// ---- work lists. A step of 80 queries counts as one of 64; that it takes longer decides nothing.
+constexpr int kMayBeCut = 8;  // of the longest tiles, two at most
 // Factors on the end of candidates, from measurements of each on 35 to 100 masks. The shorter half
 // by heads ends about 8% later than SMs that share the work evenly.
 constexpr double kShorterHalfEnd = 1.08, kShorterHalf = 1.03;

@@ -24,6 +24,7 @@ class PlanReader {
         header_(*reinterpret_cast<const magi_tile_plan_header*>(plan)),
         block_m_(block_m) {}
 
+  const int32_t* words() const { return plan_; }
   int num_tiles() const { return header_.num_tiles; }
   int num_queries() const { return header_.total_k; }
   int num_all_segments() const { return header_.num_segments; }
@@ -41,16 +42,12 @@ class PlanReader {
   const magi_tile_segment& segment(int tile, int i) const {
     return *reinterpret_cast<const magi_tile_segment*>(record(tile, i));
   }
-  // Queries from the first to before the end of a segment: all that an outline of a plan has of
-  // one.
-  Blocks visits(int tile, int i) const {
-    const int32_t* words = record(tile, i);
-    return {words[0], words[1]};
+  // Blocks of so many queries that a segment visits. An outline of a plan has no more of one.
+  Blocks blocks(int tile, int i, int queries) const {
+    const int32_t* visits = record(tile, i);
+    return {visits[0] / queries, visits[1] / queries + (visits[1] % queries != 0)};
   }
-  Blocks blocks(int tile, int i) const {
-    const Blocks v = visits(tile, i);
-    return {v.first / block_m_, (v.end + block_m_ - 1) / block_m_};
-  }
+  Blocks blocks(int tile, int i) const { return blocks(tile, i, block_m_); }
 
   // Blocks of a segment that some key does not see whole.
   int num_masked(int tile, int i) const {

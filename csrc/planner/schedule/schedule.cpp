@@ -3,9 +3,7 @@
 #include <cstring>
 #include <exception>
 
-#include "planner/schedule/choose.h"
 #include "planner/schedule/splits.h"
-#include "planner/schedule/work_list.h"
 #include "planner/schedule/work_tiles.h"
 #include "planner/status.h"
 
@@ -27,53 +25,35 @@ std::vector<magi_work_tile> rows_of(const WorkTiles& work_tiles, int tail, int p
   return rows;
 }
 
-class Writer {
- public:
-  Writer(const int32_t* plan, int64_t plan_words, int32_t* words, int64_t room)
-      : plan_(plan), plan_words_(plan_words), words_(words), room_(room) {}
+// The plan with `rows` behind it, if there is room; returns the words that these are in all.
+template <typename T>
+int64_t write_behind(const int32_t* plan, int64_t plan_words, const std::vector<T>& rows,
+                     int32_t* words, int64_t room) {
+  const size_t bytes = rows.size() * sizeof(T);
+  const int64_t all = plan_words + int64_t(bytes / 4);
+  if (all > room) return all;
+  std::memcpy(words, plan, size_t(plan_words) * 4);
+  std::memcpy(words + plan_words, rows.data(), bytes);
+  return all;
+}
 
-  // The plan with `rows` behind it; returns the words that these are in all.
-  template <typename T>
-  int64_t write(const std::vector<T>& rows) {
-    const size_t bytes = rows.size() * sizeof(T);
-    const int64_t all = plan_words_ + int64_t(bytes / 4);
-    if (all > room_) return all;
-    std::memcpy(words_, plan_, size_t(plan_words_) * 4);
-    std::memcpy(words_ + plan_words_, rows.data(), bytes);
-    is_written_ = true;
-    return all;
-  }
-  // Where it is written: its header says that there are work tiles.
-  void set_work_tiles() {
-    if (is_written_) header().words_work_tiles = int32_t(plan_words_);
-  }
-  void set_order(const std::vector<int64_t>& order) {
-    if (!is_written_) return;
-    for (size_t i = 0; i < order.size(); ++i)
-      words_[size_t(header().words_order) + i] = int32_t(order[i]);
-  }
-
- private:
-  magi_tile_plan_header& header() { return *reinterpret_cast<magi_tile_plan_header*>(words_); }
-
-  const int32_t* plan_;
-  int64_t plan_words_;
-  int32_t* words_;
-  int64_t room_;
-  bool is_written_ = false;
-};
-
-int64_t write_work_tiles(const PlanReader& plan, const magi_schedule_problem& p, bool by_document,
-                         const double* there_at, Writer writer) {
+int64_t write_work_tiles(const PlanReader& plan, int64_t plan_words, const magi_schedule_problem& p,
+                         bool by_document, const double* there_at, int32_t* words, int64_t room) {
   const TileTable tiles(plan);
   const OrderShape shape{p.heads_kv, group_of(p), p.num_sms, p.num_ctas};
   const WorkTiles work_tiles =
       by_document          ? work_tiles_by_document(tiles, p.heads_kv)
       : p.keeps_plan_order ? work_tiles_in_order(tiles, shape, shape.heads_at_once(tiles.size()))
                            : list_work_tiles(tiles, shape, there_at);
-  const int64_t needed = writer.write(rows_of(work_tiles, p.tail_work_tiles, p.tail_parts));
-  writer.set_work_tiles();
-  if (by_document) writer.set_order(document_order(tiles));
+  const std::vector<magi_work_tile> rows = rows_of(work_tiles, p.tail_work_tiles, p.tail_parts);
+  const int64_t needed = write_behind(plan.words(), plan_words, rows, words, room);
+  if (needed > room) return needed;
+  auto& header = *reinterpret_cast<magi_tile_plan_header*>(words);
+  header.words_work_tiles = int32_t(plan_words);
+  if (by_document) {
+    const std::vector<int64_t> order = document_order(tiles);
+    std::copy(order.begin(), order.end(), words + header.words_order);
+  }
   return needed;
 }
 
@@ -100,15 +80,15 @@ magi_status make(const int32_t* plan, int64_t plan_words, const magi_schedule_pr
   }
   if (choice->block_m == 0) *choice = choose(p, TileTable(reader));
   if (words == nullptr) return MAGI_OK;
-  const Writer writer(plan, plan_words, words, room);
   if (p.takes_list) {
     const PlanReader in_blocks(plan, choice->block_m);
     const magi_status status = check_list(in_blocks, p);
     if (status != MAGI_OK) return status;
-    const ListShape shape{p.heads_kv, group_of(p), p.num_sms, p.num_ctas};
-    *words_needed = Writer(writer).write(make_work_list(in_blocks, shape));
+    const OrderShape shape{p.heads_kv, group_of(p), p.num_sms, p.num_ctas};
+    *words_needed = write_behind(plan, plan_words, make_work_list(in_blocks, shape), words, room);
   } else {
-    *words_needed = write_work_tiles(reader, p, choice->by_document != 0, there_at, writer);
+    *words_needed =
+        write_work_tiles(reader, plan_words, p, choice->by_document, there_at, words, room);
   }
   if (room < *words_needed)
     return fail(MAGI_CAPACITY, "The schedule has %lld words and there is room for %lld.",

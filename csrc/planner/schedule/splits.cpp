@@ -29,6 +29,26 @@ int heads_of_part(int group, int parts) {
   return heads * parts == group && (heads & (heads - 1)) == 0 ? heads : 0;
 }
 
+// Steps of all query heads of a kv head in m-blocks of so many queries, in the order of the plan.
+std::vector<double> group_steps(const TileTable& tiles, int queries, double group) {
+  const std::vector<int64_t> by_tile = tiles.steps(queries);
+  std::vector<double> made;
+  for (int i = 0; i < tiles.size(); ++i)
+    made.push_back(double(by_tile[size_t(tiles.plan().order()[i])]) * group);
+  return made;
+}
+
+// When the last work tile ends, of tiles that take so many steps, in the order of the plan.
+double end_of_tiles(const std::vector<double>& steps, const TileSplit& split, int heads_kv,
+                    double begin_and_end, int num_sms) {
+  std::vector<double> times;
+  for (int i = 0; i < int(steps.size()); ++i) {
+    const int parts = i >= split.begin && i < split.end ? split.parts : 1;
+    times.insert(times.end(), size_t(parts * heads_kv), steps[size_t(i)] / parts + begin_and_end);
+  }
+  return end_of(times, num_sms);
+}
+
 // Tiles whose work tiles are taken in the order of the plan. `steps` of all query heads of a kv
 // head, in steps of 80 queries; `rows`: what the kernels before and behind take.
 struct SimulatedTiles {
@@ -41,20 +61,11 @@ struct SimulatedTiles {
     const double sum = sum_of(steps) + h100::kTileSplitBeginAndEnd * double(steps.size());
     return sum * heads_kv / num_sms + rows;
   }
-  // When the last work tile ends.
-  double end(const TileSplit& split) const {
-    std::vector<double> times;
-    for (int i = 0; i < int(steps.size()); ++i) {
-      const int parts = i >= split.begin && i < split.end ? split.parts : 1;
-      times.insert(times.end(), size_t(parts * heads_kv),
-                   steps[size_t(i)] / parts + h100::kTileSplitBeginAndEnd);
-    }
-    return end_of(times, num_sms);
-  }
   double time(const TileSplit& split) const {
     const int parts = (split.end - split.begin) * split.parts * heads_kv;
-    const double all = least();
-    return all + h100::kLateShare * (end(split) + rows - all) + h100::kPart * parts;
+    const double all = least(),
+                 end = end_of_tiles(steps, split, heads_kv, h100::kTileSplitBeginAndEnd, num_sms);
+    return all + h100::kLateShare * (end + rows - all) + h100::kPart * parts;
   }
 };
 
@@ -105,22 +116,14 @@ int select_halves(const magi_schedule_problem& p, const TileTable& tiles) {
   const int64_t work_tiles = tiles_of(p.local_k) * p.heads_kv;
   if (work_tiles < enough_work_tiles(p.num_sms) || work_tiles >= h100::kManyWorkTiles * p.num_sms)
     return 0;
-  int64_t sum = 0, most = 0;
-  const std::vector<int64_t> steps = tiles.steps_in_order(kNarrow);
-  for (int64_t n : steps) {
-    sum += n * group;
-    most = std::max(most, n * group);
-  }
-  if (most * p.num_sms > sum * p.heads_kv) return 0;
-  double ends[2];
-  for (int parts = 1; parts <= 2; ++parts) {
-    std::vector<double> times;
-    for (int64_t n : steps)
-      times.insert(times.end(), size_t(parts * p.heads_kv),
-                   double(n * group) / parts + h100::kSplitBeginAndEnd);
-    ends[parts - 1] = end_of(times, p.num_sms);
-  }
-  return ends[1] <= h100::kHalvesGain * ends[0] ? 2 : 0;
+  const std::vector<double> steps = group_steps(tiles, kNarrow, group);
+  const double most = steps.empty() ? 0 : *std::max_element(steps.begin(), steps.end());
+  if (most * p.num_sms > sum_of(steps) * p.heads_kv) return 0;
+  const auto end = [&](int parts) {
+    return end_of_tiles(steps, {0, tiles.size(), parts}, p.heads_kv, h100::kSplitBeginAndEnd,
+                        p.num_sms);
+  };
+  return end(2) <= h100::kHalvesGain * end(1) ? 2 : 0;
 }
 
 // Tiles are split where they have many segments, since CTAs are at different blocks of queries then
@@ -169,15 +172,10 @@ bool can_split(int group) {
 TileSplit select_tile_split(const magi_schedule_problem& p, const TileTable& tiles, int block_m) {
   if (p.has_diagonal) return {};
   const int group = group_of(p);
-  SimulatedTiles wide{
-      {}, p.heads_kv, p.num_sms, double(int64_t(p.total_q) * p.heads_q) / h100::kRows};
-  for (int64_t n : tiles.steps_in_order(kWide)) wide.steps.push_back(double(n * group));
+  const double rows = double(int64_t(p.total_q) * p.heads_q) / h100::kRows;
+  const SimulatedTiles wide{group_steps(tiles, kWide, group), p.heads_kv, p.num_sms, rows};
   SimulatedTiles whole = wide;
-  if (block_m == kNarrow) {
-    const std::vector<int64_t> steps = tiles.steps_in_order(kNarrow);
-    for (size_t i = 0; i < steps.size(); ++i)
-      whole.steps[i] = double(steps[i]) * (group * h100::kNarrowStep);
-  }
+  if (block_m == kNarrow) whole.steps = group_steps(tiles, kNarrow, group * h100::kNarrowStep);
   const double limit = h100::kSplitGain * whole.time({});
   if (wide.least() > limit) return {};
   TileSplit best;

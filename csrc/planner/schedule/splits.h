@@ -1,11 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// What is split so that all SMs end together, and how many queries an m-block has.
+// What is chosen for a call: what is split so that all SMs end together, how many queries an
+// m-block has, how dq is stored.
 #pragma once
 
 #include "magi/schedule.h"
 #include "planner/schedule/tile_table.h"
 
 namespace magi::schedule {
+
+// The schedule of a backward.
+magi_schedule_choice choose(const magi_schedule_problem& p, const TileTable& tiles);
 
 // The fastest m-block of a call without softcap and dropout: 64, or where that is faster 80 or 128.
 int select_block_m(const magi_schedule_problem& p, const TileTable& tiles, bool is_deterministic);

@@ -31,7 +31,7 @@ class TileTable {
         is_single(first.size()) {
     for (int tile = 0; tile < size(); ++tile) {
       const int segments = plan.num_segments(tile);
-      first[size_t(tile)] = segments > 0 ? plan.visits(tile, 0).first / kWide : 0;
+      first[size_t(tile)] = segments > 0 ? plan.blocks(tile, 0, kWide).first : 0;
       is_single[size_t(tile)] = segments == 1;
     }
   }
@@ -44,14 +44,7 @@ class TileTable {
     std::vector<int64_t> made(size_t(plan_.num_tiles()));
     for (int tile = 0; tile < plan_.num_tiles(); ++tile)
       for (int i = 0; i < plan_.num_segments(tile); ++i)
-        made[size_t(tile)] += in_blocks(plan_.visits(tile, i), queries).count();
-    return made;
-  }
-  // The same in the order of the plan.
-  std::vector<int64_t> steps_in_order(int queries) const {
-    const std::vector<int64_t> by_tile = steps(queries);
-    std::vector<int64_t> made;
-    for (int i = 0; i < size(); ++i) made.push_back(by_tile[size_t(plan_.order()[i])]);
+        made[size_t(tile)] += plan_.blocks(tile, i, queries).count();
     return made;
   }
 
@@ -61,9 +54,9 @@ class TileTable {
     std::vector<int> change(size_t(num) + 1);
     for (int tile = 0; tile < size(); ++tile)
       for (int i = 0; i < plan_.num_segments(tile); ++i) {
-        const Blocks v = plan_.visits(tile, i), b = in_blocks(v, queries);
+        const Blocks b = plan_.blocks(tile, i, queries);
         ++change[size_t(b.first)];
-        --change[size_t(v.end > v.first ? b.end : b.first)];
+        --change[size_t(b.end)];
       }
     int64_t single = 0;
     for (int64_t block = 0, seen = 0; block < num; ++block)
@@ -80,11 +73,6 @@ class TileTable {
   }
 
  private:
-  static Blocks in_blocks(const Blocks& tokens, int queries) {
-    return {tokens.first / queries,
-            static_cast<int>((int64_t(tokens.end) + queries - 1) / queries)};
-  }
-
   const PlanReader& plan_;
 
  public:

@@ -7,102 +7,85 @@
 // best split there: each side then runs with the other tiles of its document. Some heads of the
 // longest tiles run beside nothing of their kind, which costs some 20%; it pays where one tile
 // would be at work when all others are through. Heads of shorter tiles fill the gaps.
-#include "planner/schedule/work_list.h"
-
 #include "planner/schedule/candidates.h"
+#include "planner/schedule/simulate.h"
 
 namespace magi::schedule {
 namespace {
 
-// When the last work tile of a candidate ends and its parts are combined; and what all work tiles
-// take.
-struct End {
-  double last = 0, sum = 0;
+std::vector<double> times_of(const std::vector<Row>& rows) {
+  std::vector<double> times;
+  for (const Row& row : rows) times.push_back(row.time);
+  return times;
+}
+
+// The best candidate so far, by when the last work tile ends and its parts are combined.
+struct Best {
+  const Tiles& tiles;
+  int num_sms;
+  Late late;
+  Candidate chosen;
+  double end = end_of_candidate(chosen);
+
+  double end_of_candidate(const Candidate& candidate) const {
+    const RowMaker maker(tiles, candidate);
+    return end_of(times_of(maker.rows()), num_sms, late) +
+           h100::kPartialTime * maker.num_partials();
+  }
+  bool look_at(const Candidate& candidate, double factor) {
+    const double other = factor * end_of_candidate(candidate);
+    if (other >= end) return false;
+    end = other;
+    chosen = candidate;
+    return true;
+  }
 };
 
-End end_of(const Tiles& tiles, const Candidate& candidate, int num_sms, Late late) {
-  const RowMaker maker(tiles, candidate);
-  const std::vector<Row> rows = maker.rows();
-  End end;
-  for (int64_t time : simulate(rows, num_sms, late)) end.last = std::max(end.last, double(time));
-  end.last += h100::kPartialTime * maker.num_partials();
-  for (const Row& row : rows) end.sum += row.time;
-  return end;
-}
-
-Candidate cut(int cuts, const Tiles& tiles) { return {cuts, tiles.size(), 0}; }
-
-// The best of what does not count CTAs that begin late.
-Candidate select_early(const Tiles& tiles, const ListShape& shape, int num_sms, bool* is_by_heads) {
-  const int n = tiles.size();
-  const End whole = end_of(tiles, cut(0, tiles), num_sms, {});
+// First what does not count CTAs that begin late, then the same beside others, now as some do: they
+// prepare rows until then. Where each SM has two long work tiles, what those leave to others would
+// be whole ones, so filling gains. Where tiles are split by heads, other choices of them are as
+// good for the end and read device memory less.
+Candidate select(const Tiles& tiles, const OrderShape& shape, Late late) {
+  const int n = tiles.size(), num_sms = shape.num_sms;
+  Best best{tiles, num_sms, {}, {}};
   // The shorter half by heads does not end before the longest tile.
   const double longest = tiles[0].time + kWorkTileTime,
-               shorter = std::max(h100::kShorterHalfEnd * whole.sum / num_sms, longest),
+               sum = sum_of(times_of(RowMaker(tiles, {}).rows())),
+               shorter = std::max(h100::kShorterHalfEnd * sum / num_sms, longest),
                worth = tiles.block_m() == 64 ? h100::kWorthHalves : h100::kWorthHalvesWide;
-  double best = whole.last;
-  Candidate chosen = cut(0, tiles);
-  *is_by_heads = whole.last > worth * shorter;
-  bool is_shorter_half = *is_by_heads;
+  bool is_by_heads = best.end > worth * shorter, is_shorter_half = is_by_heads;
   if (is_shorter_half) {
-    best = h100::kShorterHalf * shorter;
-    chosen = {0, n / 2, n - n / 2};
+    best.end = h100::kShorterHalf * shorter;
+    best.chosen = {0, n / 2, n - n / 2};
   }
-  auto look_at = [&](const Candidate& candidate, double factor, bool splits_heads) {
-    const double end = factor * end_of(tiles, candidate, num_sms, {}).last;
-    if (end >= best) return;
-    best = end;
-    chosen = candidate;
-    *is_by_heads = splits_heads;
-    is_shorter_half = false;
-  };
-  for (int cuts = 1; cuts <= h100::kMostCuts; ++cuts)
-    look_at(cut(cuts, tiles), h100::kCutTiles, false);
-  for (int longest_ones = 1; longest_ones <= h100::kMostLongest; ++longest_ones)
-    look_at({0, 0, longest_ones}, is_shorter_half ? h100::kLongestNotHalf : h100::kLongestSplit,
-            true);
-  return chosen;
-}
-
-// The same beside others, now as some CTAs begin late: they prepare rows until then. Where each SM
-// has two long work tiles, what those leave to others would be whole ones, so filling gains. Where
-// tiles are split by heads, other choices of them are as good for the end and read device memory
-// less.
-Candidate select(const Tiles& tiles, const ListShape& shape, int num_sms, Late late) {
-  bool is_by_heads = false;
-  const Candidate early = select_early(tiles, shape, num_sms, &is_by_heads);
-  const int n = tiles.size();
-  double best = end_of(tiles, early, num_sms, late).last;
-  Candidate chosen = early;
-  auto look_at = [&](const Candidate& candidate, double factor) {
-    const double end = factor * end_of(tiles, candidate, num_sms, late).last;
-    if (end >= best) return;
-    best = end;
-    chosen = candidate;
-  };
+  if (best.look_at({1, n, 0}, h100::kCutTiles)) is_by_heads = is_shorter_half = false;
+  for (int count = 1; count <= h100::kMostLongest; ++count)
+    if (best.look_at({0, 0, count},
+                     is_shorter_half ? h100::kLongestNotHalf : h100::kLongestSplit)) {
+      is_by_heads = true;
+      is_shorter_half = false;
+    }
+  best.late = late;
+  best.end = best.end_of_candidate(best.chosen);
   if (is_by_heads) {
-    look_at({1, n * 7 / 16, n * 8 / 16}, h100::kBesideCut);  // the half from 7/16 on, beside a cut
-    look_at({2, n * 4 / 16, n * 4 / 16}, h100::kBesideTwoCuts);  // the second quarter, beside two
-    look_at({2, n * 6 / 16, n * 6 / 16}, h100::kBesideTwoCuts);  // 3/8 from 3/8 on, beside two
+    best.look_at({1, n * 7 / 16, n * 8 / 16}, h100::kBesideCut);  // the half from 7/16, and a cut
+    best.look_at({2, n * 4 / 16, n * 4 / 16}, h100::kBesideTwoCuts);  // the second quarter, and two
+    best.look_at({2, n * 6 / 16, n * 6 / 16}, h100::kBesideTwoCuts);  // 3/8 from 3/8 on, and two
   } else if (h100::kFewParts * h100::kShortest * shape.heads_kv <= num_sms) {
-    look_at({2, std::max(n - h100::kShortest, 0), h100::kShortest},
-            h100::kShortestSplit);  // two cuts, and the two shortest
+    best.look_at({2, std::max(n - h100::kShortest, 0), h100::kShortest},
+                 h100::kShortestSplit);  // the two shortest, and two cuts
   }
-  return chosen;
+  return best.chosen;
 }
 
-// The blocks of a work tile in a segment, and how many of these come first, descending.
+// The blocks of a work tile in a segment.
 Blocks blocks_of(const PlanReader& plan, const magi_work_tile& w, int segment) {
   const Blocks b = plan.blocks(w.tile, segment);
   return {std::max(b.first, w.m_begin), std::min(b.end, w.m_end)};
 }
-int descending(const magi_work_tile& w, const Blocks& b) {
-  const int wanted = w.num_descending == MAGI_TRAVERSAL_WRAP ? b.first : w.num_descending;
-  return std::min(wanted, b.count());
-}
 
-// Blocks in the order in which the work tiles that are taken up first need them, and how many are
-// needed at once.
+// Blocks in the order in which the work tiles that are taken first need them, which wrap, and how
+// many are needed at once.
 std::vector<int32_t> order_blocks(const PlanReader& plan, const std::vector<Row>& rows,
                                   int num_ctas, int32_t* at_once) {
   constexpr int kLast = 255;  // steps from the start, from which on the order does not count
@@ -112,7 +95,7 @@ std::vector<int32_t> order_blocks(const PlanReader& plan, const std::vector<Row>
     int steps = 0;
     for (int segment = 0; segment < plan.num_segments(w.tile); ++segment) {
       const Blocks b = blocks_of(plan, w, segment);
-      const int back = descending(w, b);
+      const int back = std::min(b.first, b.count());
       for (int block = b.first; block < b.end; ++block) {
         const int before = block >= b.end - back ? b.end - 1 - block : back + block - b.first;
         int& at = needed[size_t(block)];
@@ -131,21 +114,24 @@ std::vector<int32_t> order_blocks(const PlanReader& plan, const std::vector<Row>
 
 class List {
  public:
-  List(const PlanReader& plan, const ListShape& shape)
+  List(const PlanReader& plan, const OrderShape& shape)
       : plan_(plan), shape_(shape), per_tile_(shape.heads_kv * kSplits) {
     const int num_sms = shape.num_sms, num_ctas = shape.num_ctas;
     const Tiles tiles(plan, shape);
     const int64_t blocks = static_cast<int64_t>(plan.num_m_blocks()) * shape.heads_kv * shape.group;
     const int late_ctas = magi_late_ctas(num_sms);
-    const Late late{late_ctas, std::min<int64_t>(4 * blocks / late_ctas, 1 << 24)};
-    const RowMaker maker(tiles, select(tiles, shape, num_sms, late));
+    const Late late{late_ctas, double(std::min<int64_t>(4 * blocks / late_ctas, 1 << 24))};
+    const RowMaker maker(tiles, select(tiles, shape, late));
     rows_ = maker.rows();
     partials_ = maker.partials();
     for (size_t i = 0; i < std::min(rows_.size(), size_t(num_ctas)); ++i)
       rows_[i].tile.num_descending = MAGI_TRAVERSAL_WRAP;
     blocks_ = order_blocks(plan, rows_, num_ctas, &header_.num_blocks_at_once);
     find_tiles_of_blocks();
-    order_entries(simulate(rows_, num_sms, late));
+    const std::vector<double> times = times_of(rows_);
+    std::vector<double> ends = starts_of(times, num_sms, late);
+    for (size_t i = 0; i < ends.size(); ++i) ends[i] += times[i];
+    order_entries(ends);
   }
 
   std::vector<int32_t> words() {
@@ -189,9 +175,9 @@ class List {
 
   // How many work tiles each part of a tile has, and the order in which blocks and partials will be
   // complete. `ends`: of the work tiles.
-  void order_entries(const std::vector<int64_t>& ends) {
+  void order_entries(const std::vector<double>& ends) {
     const size_t per_tile = size_t(per_tile_);
-    std::vector<int64_t> through(size_t(plan_.num_tiles()) * per_tile);
+    std::vector<double> through(size_t(plan_.num_tiles()) * per_tile);
     left_.resize(through.size());
     for (size_t i = 0; i < rows_.size(); ++i) {
       const magi_work_tile& w = rows_[i].tile;
@@ -202,13 +188,13 @@ class List {
         through[at] = std::max(through[at], ends[i]);
       }
     }
-    std::vector<int64_t> complete(size_t(plan_.num_m_blocks()) * per_tile);
+    std::vector<double> complete(size_t(plan_.num_m_blocks()) * per_tile);
     for (int tile = 0; tile < plan_.num_tiles(); ++tile)
       for (int segment = 0; segment < plan_.num_segments(tile); ++segment) {
         const Blocks b = plan_.blocks(tile, segment);
         for (int block = b.first; block < b.end; ++block)
           for (size_t part = 0; part < per_tile; ++part) {
-            int64_t& at = complete[size_t(block) * per_tile + part];
+            double& at = complete[size_t(block) * per_tile + part];
             at = std::max(at, through[size_t(tile) * per_tile + part]);
           }
       }
@@ -217,7 +203,7 @@ class List {
     for (size_t i = 0; i < partials_.size(); ++i) {
       const auto first = through.begin() + std::ptrdiff_t(size_t(partials_[i].tile) * per_tile +
                                                           size_t(partials_[i].head_kv * kSplits));
-      const int64_t end = *std::max_element(first, first + kSplits);
+      const double end = *std::max_element(first, first + kSplits);
       for (int32_t share = 0; share < kSplits; ++share) {
         entries_.push_back({~static_cast<int32_t>(i), share});
         complete.push_back(end);
@@ -233,7 +219,7 @@ class List {
   }
 
   const PlanReader& plan_;
-  const ListShape& shape_;
+  const OrderShape& shape_;
   int per_tile_;
   magi_work_list header_ = {};
   std::vector<Row> rows_;
@@ -245,7 +231,7 @@ class List {
 
 }  // namespace
 
-std::vector<int32_t> make_work_list(const PlanReader& plan, const ListShape& shape) {
+std::vector<int32_t> make_work_list(const PlanReader& plan, const OrderShape& shape) {
   return List(plan, shape).words();
 }
 

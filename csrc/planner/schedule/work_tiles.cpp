@@ -22,26 +22,13 @@
 #include "planner/schedule/work_tiles.h"
 
 #include <cmath>
-#include <cstddef>
-#include <map>
+#include <limits>
 
 #include "planner/schedule/l2_groups.h"
 #include "planner/schedule/simulate.h"
 
 namespace magi::schedule {
 namespace {
-
-using Numbers = std::vector<int64_t>;
-
-// Numbers from 0 on in the order in which `before` has them, ties by number.
-template <typename Before>
-Numbers sorted_numbers(size_t count, Before before) {
-  Numbers order(count);
-  std::iota(order.begin(), order.end(), int64_t(0));
-  std::stable_sort(order.begin(), order.end(),
-                   [&](int64_t a, int64_t b) { return before(size_t(a), size_t(b)); });
-  return order;
-}
 
 // The time since `begin` on a clock of so many blocks.
 double clock_of(double start, double begin, int64_t blocks) {
@@ -79,65 +66,40 @@ double share_out_of_step(const WorkTiles& work_tiles, const TileTable& tiles,
   return work ? double(out) / double(work) : 0.0;
 }
 
-// Each tile that sees something once: the tiles group by group, and the group of each. `batch` of
-// each group, not falling; the groups of one take about as long.
-struct Batches {
-  Numbers tile, group, batch;
+// Tiles that follow one another. The groups of a batch take about as long; those of batch -1 fill
+// a round.
+struct Group {
+  std::vector<int64_t> tiles;
+  int64_t batch;
 };
 
-struct Tried {
-  TileGroups groups;
-  Numbers missing;  // of each group, blocks of a round
-  double loss;
-};
-
-Tried try_groups(const TileTable& tiles, int beyond) {
-  Tried made{group_tiles(tiles.count, tiles.blocks + beyond), {}, 0};
-  const size_t groups = made.groups.groups.empty() ? 0 : size_t(made.groups.groups.back()) + 1;
-  made.missing.assign(groups, tiles.blocks);
-  for (size_t i = 0; i < made.groups.tiles.size(); ++i)
-    made.missing[size_t(made.groups.groups[i])] -= tiles.count[size_t(made.groups.tiles[i])];
-  int64_t loss = 0;
-  for (int64_t m : made.missing) loss += m <= h100::kSlack ? std::abs(m) : h100::kUnfilled;
-  made.loss = double(loss) / double(std::max<size_t>(groups, 1));
-  return made;
-}
-
-// First the groups that fill a wave.
-Batches batches_of(const TileTable& tiles) {
-  Tried best = try_groups(tiles, 1);
-  for (int beyond = 2; beyond <= h100::kMostBeyond; ++beyond) {
-    Tried next = try_groups(tiles, beyond);
-    if (next.loss < best.loss) best = std::move(next);
+// First the groups that fill a wave. Others belong to a batch with groups that miss up to two
+// blocks less of a round.
+std::vector<Group> groups_of(const TileTable& tiles) {
+  std::vector<Group> best;
+  double least = std::numeric_limits<double>::infinity();
+  for (int beyond = 1; beyond <= h100::kMostBeyond; ++beyond) {
+    std::vector<Group> some;
+    int64_t loss = 0;
+    for (std::vector<int64_t>& group : group_tiles(tiles.count, tiles.blocks + beyond)) {
+      int64_t missing = tiles.blocks;
+      for (int64_t tile : group) missing -= tiles.count[size_t(tile)];
+      const bool is_filled = missing <= h100::kSlack;
+      loss += is_filled ? std::abs(missing) : h100::kUnfilled;
+      some.push_back({std::move(group), is_filled ? -1 : missing});
+    }
+    const double mean = double(loss) / double(std::max<size_t>(some.size(), 1));
+    if (mean >= least) continue;
+    least = mean;
+    best = std::move(some);
   }
-  const Numbers &tile = best.groups.tiles, &group = best.groups.groups, &missing = best.missing;
-  const auto is_filled = [&](size_t g) { return missing[g] <= h100::kSlack; };
-  Numbers first(missing.size());
-  for (size_t i = tile.size(); i-- > 0;) first[size_t(group[i])] = tile[i];
-  const Numbers order = sorted_numbers(missing.size(), [&](size_t a, size_t b) {
-    const int64_t of_a = is_filled(a) ? -tiles.blocks : missing[a],
-                  of_b = is_filled(b) ? -tiles.blocks : missing[b];
-    if (of_a != of_b) return of_a < of_b;
-    return (is_filled(a) ? int64_t(a) : first[a]) < (is_filled(b) ? int64_t(b) : first[b]);
+  std::stable_sort(best.begin(), best.end(), [](const Group& a, const Group& b) {
+    return a.batch != b.batch ? a.batch < b.batch : a.batch >= 0 && a.tiles[0] < b.tiles[0];
   });
-  Batches made;
-  Numbers number(missing.size());
-  for (size_t i = 0; i < order.size(); ++i) {
-    const size_t g = size_t(order[i]);
-    number[g] = int64_t(i);
-    // Groups that miss up to two blocks more than the first of a batch belong to it.
-    const bool begins = made.batch.empty() || made.batch.back() == -tiles.blocks ||
-                        missing[g] > made.batch.back() + 2;
-    made.batch.push_back(is_filled(g) ? -tiles.blocks : begins ? missing[g] : made.batch.back());
-  }
-  const Numbers by_number = sorted_numbers(tile.size(), [&](size_t a, size_t b) {
-    return number[size_t(group[a])] < number[size_t(group[b])];
-  });
-  for (int64_t i : by_number) {
-    made.tile.push_back(tile[size_t(i)]);
-    made.group.push_back(number[size_t(group[size_t(i)])]);
-  }
-  return made;
+  for (size_t g = 1; g < best.size(); ++g)
+    if (best[g - 1].batch >= 0 && best[g].batch <= best[g - 1].batch + 2)
+      best[g].batch = best[g - 1].batch;
+  return best;
 }
 
 // A tile and head, the number of the entry, which is a group and a head, and which of the group it
@@ -146,56 +108,37 @@ struct Listed {
   int64_t tile, head, entry, side;
 };
 
-// Batch by batch, in each head by head, the groups one after the other.
-std::vector<Listed> list_batches(const Batches& batches, int heads) {
-  const size_t groups = batches.batch.size();
-  Numbers begin(groups + 1);
-  for (int64_t group : batches.group) ++begin[size_t(group) + 1];
-  for (size_t g = 0; g < groups; ++g) begin[g + 1] += begin[g];
+// Batch by batch, in each head by head, the groups one after the other. Of the first batch and head
+// what is there comes first, if something arrives: of each group, and groups in that order.
+std::vector<Listed> list_groups(const std::vector<Group>& groups, int heads,
+                                const double* there_at) {
   std::vector<Listed> made;
   int64_t entry = 0;
-  for (size_t from = 0, to = 0; from < groups; from = to) {
-    while (to < groups && batches.batch[to] == batches.batch[from]) ++to;
-    for (int head = 0; head < heads; ++head)
-      for (size_t g = from; g < to; ++g, ++entry)
-        for (int64_t at = begin[g]; at < begin[g + 1]; ++at)
-          made.push_back({batches.tile[size_t(at)], head, entry, at - begin[g]});
+  for (auto from = groups.begin(), to = from; from != groups.end(); from = to) {
+    to = std::find_if(from, groups.end(), [&](const Group& g) { return g.batch != from->batch; });
+    for (int head = 0; head < heads; ++head) {
+      std::vector<Group> some(from, to);
+      if (there_at != nullptr && entry == 0) {
+        const auto is_earlier = [&](int64_t a, int64_t b) { return there_at[a] < there_at[b]; };
+        for (Group& g : some) std::stable_sort(g.tiles.begin(), g.tiles.end(), is_earlier);
+        std::stable_sort(some.begin(), some.end(), [&](const Group& a, const Group& b) {
+          return is_earlier(a.tiles[0], b.tiles[0]);
+        });
+      }
+      for (const Group& g : some) {
+        for (size_t side = 0; side < g.tiles.size(); ++side)
+          made.push_back({g.tiles[side], head, entry, int64_t(side)});
+        ++entry;
+      }
+    }
   }
   return made;
 }
 
-// In the first entries, of so many: of each group those first that are there, and groups in that
-// order.
-void put_first_there(std::vector<Listed>& listed, int64_t entries, const double* there_at) {
-  size_t count = 0;
-  while (count < listed.size() && listed[count].entry < entries) ++count;
-  std::vector<Listed> some(listed.begin(), listed.begin() + std::ptrdiff_t(count));
-  const Numbers inside = sorted_numbers(count, [&](size_t a, size_t b) {
-    if (some[a].entry != some[b].entry) return some[a].entry < some[b].entry;
-    const double at_a = there_at[some[a].tile], at_b = there_at[some[b].tile];
-    return at_a != at_b ? at_a < at_b : some[a].side < some[b].side;
-  });
-  Numbers tile, begins;  // the tile with which each entry begins
-  for (size_t i = 0; i < count; ++i) {
-    tile.push_back(some[size_t(inside[i])].tile);
-    if (some[i].side == 0) begins.push_back(tile.back());
-  }
-  const Numbers order = sorted_numbers(
-      begins.size(), [&](size_t a, size_t b) { return there_at[begins[a]] < there_at[begins[b]]; });
-  Numbers place(begins.size());
-  for (size_t i = 0; i < order.size(); ++i) place[size_t(order[i])] = int64_t(i);
-  const Numbers by_place = sorted_numbers(count, [&](size_t a, size_t b) {
-    return place[size_t(some[a].entry)] < place[size_t(some[b].entry)];
-  });
-  for (size_t i = 0; i < count; ++i) {
-    const size_t from = size_t(by_place[i]);
-    listed[i] = {tile[from], some[i].head, place[size_t(some[from].entry)], some[from].side};
-  }
-}
-
 // How many blocks each takes backwards: as many as the clock is behind its first one, by the time
 // at which the first work tile of its wave starts.
-void set_descending(WorkTiles& some, const Numbers& wave, const TileTable& tiles, int num_ctas) {
+void set_descending(WorkTiles& some, const std::vector<int64_t>& wave, const TileTable& tiles,
+                    int num_ctas) {
   const std::vector<double> starts = starts_of_tiles(tiles, some, num_ctas);
   for (size_t i = 0, begin = 0; i < some.size(); ++i) {
     if (wave[i] != wave[begin]) begin = i;
@@ -212,11 +155,7 @@ void set_descending(WorkTiles& some, const Numbers& wave, const TileTable& tiles
 // split. The first wave begins with tiles that are there.
 WorkTiles work_tiles_in_waves(const TileTable& tiles, const OrderShape& shape,
                               const double* there_at) {
-  const Batches batches = batches_of(tiles);
-  std::vector<Listed> listed = list_batches(batches, shape.heads_kv);
-  if (there_at != nullptr && !listed.empty())
-    put_first_there(
-        listed, std::count(batches.batch.begin(), batches.batch.end(), batches.batch[0]), there_at);
+  std::vector<Listed> listed = list_groups(groups_of(tiles), shape.heads_kv, there_at);
   const int64_t ctas = shape.num_ctas, entries = listed.empty() ? 0 : listed.back().entry + 1,
                 whole = std::max<int64_t>((entries + ctas - 1) / ctas - h100::kLastWaves, 0);
   const auto wave_of = [&](const Listed& x) { return std::min(x.entry / ctas, whole); };
@@ -229,7 +168,7 @@ WorkTiles work_tiles_in_waves(const TileTable& tiles, const OrderShape& shape,
     return tiles.count[size_t(a.tile)] > tiles.count[size_t(b.tile)];
   });
   WorkTiles made;
-  Numbers waves;
+  std::vector<int64_t> waves;
   for (int64_t tile = 0; tile < tiles.size(); ++tile)
     for (int head = 0; tiles.count[size_t(tile)] == 0 && head < shape.heads_kv; ++head) {
       made.push_back({tile, head, 0});

@@ -17,7 +17,8 @@ struct WorkTile {
 };
 using WorkTiles = std::vector<WorkTile>;
 
-// What the order depends on besides the plan. `group` query heads share a kv head.
+// What the order depends on besides the plan. `group` query heads share a kv head. What is split
+// depends on `num_sms`, not on what is left free.
 struct OrderShape {
   int heads_kv, group, num_sms, num_ctas;
   int heads_at_once(int tiles) const;  // kv heads of an L2 group
@@ -39,5 +40,9 @@ std::vector<int64_t> document_order(const TileTable& tiles);
 // By how much it is faster to take work tiles by document than in L2 groups of `at_once` heads, as
 // a logarithm; -1.0 where there is no estimate.
 double gain_by_document(const TileTable& tiles, const OrderShape& shape, int at_once);
+
+// The words of the work list, a magi_work_list, of a plan that is read in its m-blocks. `group` is
+// a multiple of MAGI_LIST_SPLITS.
+std::vector<int32_t> make_work_list(const PlanReader& plan, const OrderShape& shape);
 
 }  // namespace magi::schedule
