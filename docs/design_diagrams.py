@@ -223,6 +223,23 @@ INDEX_MLA = (
     ],
 )
 
+INDEXER = (
+    (9.2, 3.4),
+    [
+        (0.2, 2.0, 2.5, 1.0, PLAIN, "queries of a tile", "256 heads in all,\nkept in shared memory"),
+        (0.2, 0.3, 2.5, 1.0, PLAIN, "blocks of 128 keys", "those that a query\nof the tile sees"),
+        (3.3, 1.15, 2.5, 1.0, DEVICE, "scores", "keys are rows, heads\ncolumns of a product"),
+        (6.5, 2.0, 2.5, 1.0, PLAIN, "scores of some queries", "at most 256 MiB"),
+        (6.5, 0.3, 2.5, 1.0, DEVICE, "best keys", "a radix select, then\none pass in order"),
+    ],
+    [
+        ((2.7, 2.4), (3.3, 1.9), ""),
+        ((2.7, 0.9), (3.3, 1.4), ""),
+        ((5.8, 1.9), (6.5, 2.4), ""),
+        ((7.75, 2.0), (7.75, 1.3), ""),
+    ],
+)
+
 ROW_EXCHANGES = (
     (9.6, 4.9),
     [

@@ -11,7 +11,7 @@ import pytest
 from pages import DESIGN, ROOT, name_of, without_blocks
 
 NAMES = ["overview", "forward", "backward", "schedule", "fused_comm", "two_levels", "determinism", "portable"]
-NAMES += ["index_attention", "index_attention_mla", "recurrent", "row_exchanges"]
+NAMES += ["index_attention", "index_attention_mla", "indexer", "recurrent", "row_exchanges"]
 FILES = re.compile(r"[\w./-]+\.(?:cuh|cu|cpp|h|py|md)")
 
 
