@@ -33,6 +33,7 @@ STRUCTS = {
     "magi_ffa_index_bwd_keys_params": index_abi.IndexBwdKeysParams,
     "magi_ffa_index_sum_params": index_abi.IndexSumParams,
     "magi_ffa_index_prepare_params": index_abi.IndexPrepareParams,
+    "magi_ffa_indexer_params": index_abi.IndexerParams,
     "magi_symm_buffer": abi.SymmBuffer,
     "magi_work_tile": schedule_abi.WorkTile,
     "magi_work_list": schedule_abi.WorkListHeader,

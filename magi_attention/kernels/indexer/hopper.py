@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import torch
 
+from magi_attention.env import build as env
 from magi_attention.errors import UnsupportedError
 from magi_attention.kernels.ffa.operands import DTYPES, dense, strides_of
 from magi_attention.native.families import SM90
@@ -17,12 +18,14 @@ _MOST_HEADS, _MOST_DIM, _MOST_BEST, _MOST_KEYS = 64, 128, 4096, 1 << 30
 
 def library_for(q_index: torch.Tensor, k_index: torch.Tensor, k: int) -> IndexLibrary | None:
     """The library whose kernels choose ``k`` keys for these; None where plain torch does, which is where GPU, dtype or
-    sizes are others, or no kernels are built."""
+    sizes are others, where portable kernels are asked for, or none are built."""
     heads, dim = q_index.shape[1:]
     fits = 1 <= heads <= _MOST_HEADS and 8 <= dim <= _MOST_DIM and dim % 8 == 0 and k <= _MOST_BEST
     if not fits or q_index.dtype not in DTYPES or not 0 < len(k_index) <= _MOST_KEYS:
         return None
-    if not q_index.is_cuda or torch.cuda.get_device_capability(q_index.device) not in SM90.capabilities:
+    if not q_index.is_cuda or env.is_portable_kernels():
+        return None
+    if torch.cuda.get_device_capability(q_index.device) not in SM90.capabilities:
         return None
     try:
         return load_index()

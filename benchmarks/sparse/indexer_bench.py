@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The best keys of an indexer on one device under a causal mask: ours beside cuDNN, in one run, on the same inputs.
+
+    python benchmarks/sparse/indexer_bench.py [--seqlens 8K,32K] [--heads 64] [--keys 2048] [--out NAME]
+
+``magi`` is the public function. ``cudnn`` is ``indexer_forward_wrapper`` and ``indexer_top_k_wrapper``, which hold the
+scores of all pairs; ``cudnn_ordered`` has its lists ascend and ties go by position, as ours do. TFLOP/s count the
+multiply-adds of the scores of (query, key) pairs that are visible. Before anything is timed our lists are compared with
+scores in float64 on a sample of queries. On a GPU a second table has the milliseconds of each kernel.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).resolve().parent), *(str(p) for p in Path(__file__).resolve().parents[1:3])]
+
+import torch  # noqa: E402
+from case_options import DTYPES, list_of, parse_size  # noqa: E402
+from kernel import size_of  # noqa: E402
+from peers import PEERS, _has, missing  # noqa: E402
+from reference import sample_rows  # noqa: E402
+from result_file import plain_settings, write_results  # noqa: E402
+
+from magi_attention.api import indexer_topk  # noqa: E402
+from magi_attention.benchmarking.timing import LONG_LEAD_CYCLES, interleaved_us, reason_of, summary  # noqa: E402
+from magi_attention.cli.common import show_table  # noqa: E402
+from magi_attention.testing.indexer import assert_best  # noqa: E402
+
+Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # queries, keys and weights
+Make = Callable[[Inputs, int], Callable[[], torch.Tensor]]
+SAMPLE = 16  # at most so many queries are compared
+
+
+@dataclass
+class IndexerResult:
+    """``kernels``: milliseconds of each kernel of one call, by its name."""
+
+    seqlen: int
+    name: str
+    median_us: float = 0.0
+    p10_us: float = 0.0
+    p90_us: float = 0.0
+    tflops: float = 0.0
+    reason: str = ""
+    kernels: dict[str, float] = field(default_factory=dict)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    add = parser.add_argument
+    add("--seqlens", type=list_of(parse_size), default="8K,32K", metavar="8K,64K", help="tokens (8K,32K)")
+    add("--heads", type=int, default=64, help="index heads (64)")
+    add("--head-dim", type=int, default=128, help="of these (128)")
+    add("--keys", type=int, default=2048, help="that each query keeps (2048)")
+    add("--dtype", choices=tuple(DTYPES), default="bf16")
+    add("--repeats", type=int, default=10, help="timed runs of each, of which the median counts (10)")
+    add("--only", type=list_of(str), metavar="magi,cudnn", help="only these implementations")
+    add("--out", type=Path, help="write OUT.json")
+    return parser
+
+
+def _ours(inputs: Inputs, keys: int) -> Callable[[], torch.Tensor]:
+    return lambda: indexer_topk(*inputs, keys)
+
+
+def _cudnn(inputs: Inputs, keys: int, is_ordered: bool) -> Callable[[], torch.Tensor]:
+    from cudnn.deepseek_sparse_attention.indexer_forward import indexer_forward_wrapper
+    from cudnn.deepseek_sparse_attention.indexer_top_k import indexer_top_k_wrapper
+
+    q, k, weights = inputs[0][None], inputs[1][None, :, None], inputs[2][None]
+    counts = torch.arange(1, q.shape[1] + 1, dtype=torch.int32, device=q.device)
+
+    def run() -> torch.Tensor:
+        scores = indexer_forward_wrapper(q, k, weights, ratio=1, qhead_per_kv_head=q.shape[2])["scores"][0]
+        best: torch.Tensor = indexer_top_k_wrapper(
+            scores, counts, keys, return_val=False, deterministic=is_ordered
+        )["indices"]  # fmt: skip
+        return best
+
+    return run
+
+
+def available() -> dict[str, Make]:
+    """Implementations by name, ours first."""
+    found: dict[str, Make] = {"magi": _ours}
+    if _has("cudnn.deepseek_sparse_attention"):
+        found |= {"cudnn": partial(_cudnn, is_ordered=False), "cudnn_ordered": partial(_cudnn, is_ordered=True)}
+    return found
+
+
+def draw(seqlen: int, options: argparse.Namespace, device: str) -> Inputs:
+    generator = torch.Generator(device).manual_seed(seqlen)
+    normal = partial(torch.randn, generator=generator, device=device)
+    dtype, heads, dim = DTYPES[options.dtype], options.heads, options.head_dim
+    return normal(seqlen, heads, dim).to(dtype), normal(seqlen, dim).to(dtype), normal(seqlen, heads)
+
+
+def check(lists: torch.Tensor, inputs: Inputs, keys: int) -> None:
+    """A sample of the queries against scores in float64."""
+    q, k, weights = inputs
+    sample = sample_rows(len(q))
+    rows = torch.from_numpy(sample[:: -(-len(sample) // SAMPLE)]).to(q.device)
+    bounds = torch.stack((torch.zeros_like(rows), rows + 1), 1)
+    assert_best(lists[rows], q[rows], k, weights[rows], bounds, keys)
+
+
+def kernels_of(call: Callable[[], torch.Tensor]) -> dict[str, float]:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        call()
+        torch.cuda.synchronize()
+    found: dict[str, float] = {}
+    for event in profile.key_averages():
+        name = re.sub(r"[<(].*", "", event.key.removeprefix("void "))
+        found[name] = found.get(name, 0.0) + event.device_time_total / 1e3
+    return dict(sorted(((n, t) for n, t in found.items() if t > 0), key=lambda item: -item[1]))
+
+
+def run_case(seqlen: int, options: argparse.Namespace, makers: dict[str, Make]) -> list[IndexerResult]:
+    """All implementations on one length; its tensors live as long as this function runs."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    inputs = draw(seqlen, options, device)
+    results = {name: IndexerResult(seqlen, name) for name in makers}
+    failed: dict[str, str] = {}
+    calls: dict[str, Callable[[], torch.Tensor]] = {}
+    for name, make in makers.items():
+        try:
+            call = make(inputs, options.keys)
+            lists = call()
+        except Exception as failure:
+            failed[name] = reason_of(failure)
+            continue
+        if name == "magi":
+            check(lists, inputs, options.keys)
+        calls[name] = call
+        del lists
+    times = interleaved_us(calls, options.repeats, failed, LONG_LEAD_CYCLES, device)
+    operations = options.heads * options.head_dim * seqlen * (seqlen + 1)
+    for name, result in results.items():
+        result.reason = failed.get(name, "")
+        if name in times and not result.reason:
+            for key, value in summary(times[name]).items():
+                setattr(result, key, value)
+            result.tflops = operations / result.median_us / 1e6
+            result.kernels = kernels_of(calls[name]) if device == "cuda" else {}
+    return list(results.values())
+
+
+def show(results: Sequence[IndexerResult]) -> None:
+    rows = [("tokens", "", "ms", "TFLOP/s", "why not")]
+    for r in results:
+        figures = ("", "") if r.reason else (f"{r.median_us / 1e3:.3f}", f"{r.tflops:.0f}")
+        rows.append((size_of(r.seqlen), r.name, *figures, r.reason))
+    show_table("Best keys of an indexer, causal", rows)
+    parts = [(size_of(r.seqlen), r.name, n, f"{ms:.3f}") for r in results for n, ms in r.kernels.items()]
+    if parts:
+        show_table("Kernels", [("tokens", "", "kernel", "ms"), *parts])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = make_parser()
+    options = parser.parse_args(arguments)
+    makers = available()
+    if options.only:
+        unknown = [n for n in options.only if n not in makers]
+        if unknown:
+            parser.error(f"{', '.join(unknown)}: not installed here; there are {', '.join(makers)}.")
+        makers = {n: makers[n] for n in makers if n in options.only}
+    if not torch.cuda.is_available():
+        print("torch sees no GPU, so this runs on the CPU: give short lengths. The times say nothing about GPUs.")
+    results: list[IndexerResult] = []
+    for seqlen in options.seqlens:
+        found = run_case(seqlen, options, makers)
+        show(found)
+        results += found
+        if options.out:
+            rows = [asdict(r) for r in results]
+            lacking = missing({"cudnn_flex": PEERS["cudnn_flex"]})
+            write_results(options.out, plain_settings(options), results=rows, missing=lacking)
+    return 1 if any(r.name == "magi" and r.reason for r in results) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
