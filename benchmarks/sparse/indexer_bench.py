@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The best keys of an indexer on one device under a causal mask: ours beside cuDNN, in one run, on the same inputs.
 
-    python benchmarks/sparse/indexer_bench.py [--seqlens 8K,32K] [--heads 64] [--keys 2048] [--out NAME]
+    python benchmarks/sparse/sparse_bench.py indexer [--seqlens 8K,32K] [--heads 64] [--keys 2048] [--out NAME]
 
 ``magi`` is the public function. ``cudnn`` is ``indexer_forward_wrapper`` and ``indexer_top_k_wrapper``, which hold the
 scores of all pairs; ``cudnn_ordered`` has its lists ascend and ties go by position, as ours do. TFLOP/s count the
@@ -53,7 +53,7 @@ class IndexerResult:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(prog="sparse_bench.py indexer", description=(__doc__ or "").split("\n")[0])
     add = parser.add_argument
     add("--seqlens", type=list_of(parse_size), default="8K,32K", metavar="8K,64K", help="tokens (8K,32K)")
     add("--heads", type=int, default=64, help="index heads (64)")
@@ -184,7 +184,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
             lacking = missing({"cudnn_flex": PEERS["cudnn_flex"]})
             write_results(options.out, plain_settings(options), results=rows, missing=lacking)
     return 1 if any(r.name == "magi" and r.reason for r in results) else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

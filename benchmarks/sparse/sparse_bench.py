@@ -25,6 +25,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parent), *(str(p) for p in Path(__f
 import torch  # noqa: E402
 from case_options import DTYPES, list_of, parse_size  # noqa: E402
 from kernel import Result, flops_per_pair, make_inputs, prepare, size_of, table  # noqa: E402
+from parts import run_part, told  # noqa: E402
 from peers import PEERS, Unfit, missing  # noqa: E402
 from peers_backward import by_autograd  # noqa: E402
 from picture import draw  # noqa: E402
@@ -45,8 +46,11 @@ class SparseResult(Result):
     density: float = 0.0
 
 
+PARTS = {"indexer": ("indexer_bench", "the best keys of an indexer, beside cuDNN")}
+
+
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], epilog=told(PARTS))
     add = parser.add_argument
     add("--masks", type=list_of(str), default=list(NAMES), metavar="A,B", help=", ".join(NAMES))
     add("--seqlens", type=list_of(parse_size), default="8K,32K", metavar="8K,64K", help="tokens (8K,32K)")
@@ -125,6 +129,8 @@ def settings_of(options: argparse.Namespace) -> list[dict]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    if (done := run_part(arguments, PARTS)) is not None:
+        return done
     parser = make_parser()
     options = parser.parse_args(arguments)
     makers = available()
