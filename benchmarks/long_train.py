@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training steps of examples/long_context.py over all ranks: attention of ours beside other context parallelism.
 
-    torchrun --nproc-per-node 2 benchmarks/long_train.py --config llama3-8b --layers 4 --seq-len 131072 --one-sequence \
-        --steps 3 --out runs/long
+    torchrun --nproc-per-node 2 benchmarks/train.py ranks --config llama3-8b --layers 4 --seq-len 131072 \
+        --one-sequence --steps 3 --out runs/long
 
 All is the same but attention, and how its tokens are spread: model, seed, batches, offloaded inputs of blocks, chunks
 of MLP and loss, FSDP2. The peers are those of benchmarks/context_parallel.py. Each way trains a model of its own for
@@ -17,6 +17,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -163,10 +164,10 @@ def measure(args, way: str) -> dict:
     }  # fmt: skip
 
 
-def main() -> None:
+def main(arguments: Sequence[str]) -> int:
     parser = long_context.make_long_parser(__doc__)
     parser.add_argument("--ways", type=list_of(str, WAYS), default=list(WAYS), metavar="A,B", help=", ".join(WAYS))
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     if args.steps < 2:
         parser.error("give at least 2 --steps; the first is not timed.")
     args.device, args.attention, args.recompute = choose_device(args), "magi", True
@@ -190,7 +191,4 @@ def main() -> None:
             (Path(args.out) / "rows.json").write_text(json.dumps(rows, indent=1) + "\n")
     dist.barrier()
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
+    return 0

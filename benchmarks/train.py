@@ -28,13 +28,16 @@ sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve
 
 import torch  # noqa: E402
 from case_options import list_of, parse_size  # noqa: E402
+from parts import run_part  # noqa: E402
 from picture import draw, short  # noqa: E402
 from progress import steps  # noqa: E402
 from result_file import ROOT, plain_settings, write_results  # noqa: E402
 
 from magi_attention.benchmarking.timing import middle_and_quantiles  # noqa: E402
 
-SCRIPT, LONG_SCRIPT = ROOT / "examples" / "fsdp2_llama.py", ROOT / "benchmarks" / "long_train.py"
+PROGRAM = (str(ROOT / "examples" / "fsdp2_llama.py"),)
+PARTS = {"ranks": ("long_train", "what --long starts on every rank")}
+LONG_PROGRAM = (str(Path(__file__).resolve()), "ranks")
 # heads and head dim of the configurations of the examples
 SHAPES = {"tiny": ((4, 2), 16), "1b": ((32, 8), 64), "llama3-8b": ((32, 8), 128), "qwen3-8b": ((32, 8), 128)}
 WAYS = ("magi", "magi_data_parallel", "sdpa")
@@ -69,7 +72,7 @@ def measure(way: str, seq_len: int, options: argparse.Namespace) -> dict:
     sequences = 1 if way == "magi" else options.ranks
     with tempfile.TemporaryDirectory() as folder:
         more = ["--cp", str(options.ranks // sequences), "--attention", "sdpa" if way == "sdpa" else "magi"]
-        reason = run(SCRIPT, folder, seq_len, options, more)
+        reason = run(PROGRAM, folder, seq_len, options, more)
         if reason:
             return row | {"reason": reason}
         curve = json.loads((Path(folder) / "curve.json").read_text())
@@ -79,10 +82,12 @@ def measure(way: str, seq_len: int, options: argparse.Namespace) -> dict:
     return row | rates | {"ms": middle * 1e3, "p10_ms": low * 1e3, "p90_ms": high * 1e3}
 
 
-def run(script: Path, folder: str, seq_len: int, options: argparse.Namespace, more: Sequence[str]) -> str | None:
-    """Runs ``script`` on all ranks; what went wrong, or None."""
+def run(
+    program: Sequence[str], folder: str, seq_len: int, options: argparse.Namespace, more: Sequence[str]
+) -> str | None:
+    """Runs ``program`` on all ranks; what went wrong, or None."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
-    command += ["--nproc-per-node", str(options.ranks), str(script), "--out", folder, "--device", options.device]
+    command += ["--nproc-per-node", str(options.ranks), *program, "--out", folder, "--device", options.device]
     command += ["--config", options.config, "--dtype", options.dtype, "--steps", str(options.steps)]
     command += ["--seq-len", str(seq_len), "--max-document", str(seq_len), *more]
     command += ["--compile"] if options.compile else []
@@ -100,7 +105,7 @@ def measure_long(seq_len: int, options: argparse.Namespace) -> list[dict]:
     more = ["--ways", ",".join(options.only)] + (["--one-sequence"] if options.one_sequence else [])
     more += ["--layers", str(options.layers)] if options.layers else []
     with tempfile.TemporaryDirectory() as folder:
-        reason = run(LONG_SCRIPT, folder, seq_len, options, more)
+        reason = run(LONG_PROGRAM, folder, seq_len, options, more)
         written = Path(folder) / "rows.json"
         rows = json.loads(written.read_text()) if written.exists() else []
     missing = options.only[len(rows) :]
@@ -109,6 +114,8 @@ def measure_long(seq_len: int, options: argparse.Namespace) -> list[dict]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    if (done := run_part(arguments, PARTS)) is not None:
+        return done
     parser = make_parser()
     options = parser.parse_args(arguments)
     if options.steps < 2 or options.ranks < 1:
