@@ -111,7 +111,7 @@ class PeerTrainer(LongTrainer):
 
 
 def operations(trainer: PeerTrainer, batch: Batch) -> float:
-    """Operations of a step: six for each weight of a matrix and token, twelve for each value of a head and allowed pair."""
+    """A step has six for each weight of a matrix and token, twelve for each value of a head and allowed pair."""
     c = shape_of(trainer.args)
     matrices = sum(p.numel() for p in trainer.model.parameters() if p.ndim > 1) - c.vocabulary * c.width
     pairs = trainer.mask(batch).area

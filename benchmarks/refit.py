@@ -58,7 +58,7 @@ def steps_of(plan: TilePlan, tile: int, block_m: int, begin: int = 0, end: int =
 
 
 def list_row(words: np.ndarray, num_words: int, heads: tuple[int, int], num_sms: int, us: float = 0.0) -> Row:
-    """A row of a work list in m-blocks of 64 behind a plan of so many words."""
+    """Work list in m-blocks of 64 behind a plan of so many words."""
     plan, behind, group = TilePlan(words[:num_words]), words[num_words:], heads[0] // heads[1]
     header = schedule_abi.WorkListHeader.from_buffer_copy(behind[:16].tobytes())
     rows = behind[header.words_work_tiles :][: 8 * header.num_work_tiles].reshape(-1, 8).tolist()
@@ -71,7 +71,7 @@ def list_row(words: np.ndarray, num_words: int, heads: tuple[int, int], num_sms:
 
 
 def split_row(plan: TilePlan, chosen: BwdSchedule, heads: tuple[int, int], num_sms: int, us: float = 0.0) -> Row:
-    """A row of a deterministic backward whose heads are one L2 group."""
+    """Deterministic backward whose heads are one L2 group."""
     steps: list[float] = []
     for place, tile in enumerate(plan.order.tolist()):
         parts = chosen.split.parts if chosen.split.begin <= place < chosen.split.end else 1

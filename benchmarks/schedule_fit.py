@@ -104,7 +104,7 @@ def _solve(rows: Sequence[Row], features, start: Sequence[float], what: str) -> 
 
 
 def fit(rows: Sequence[Row]) -> tuple[Fit, Fit]:
-    """Times of work lists in m-blocks of 64, and of tile splits in deterministic order; ``ValueError`` if rows are too few
+    """Work lists in m-blocks of 64, and of tile splits in deterministic order; ``ValueError`` if rows are too few
     or too much alike."""
     lists = [row for row in rows if not row.is_deterministic]
     ordered = [row for row in rows if row.is_deterministic]

@@ -13,7 +13,7 @@ from magi_attention.errors import ContractError, UnsupportedError
 
 @dataclass(frozen=True)
 class Experts:
-    """Experts of a block: ``count`` gated MLPs of width ``hidden`` behind a router, of which a token takes ``per_token``.
+    """In a block: ``count`` gated MLPs of width ``hidden`` behind a router, of which a token takes ``per_token``.
 
     ``shared_hidden``: width of the expert, or of all such experts together, that every token takes. ``dense_layers``:
     blocks that have the MLP of ``ModelShape.hidden`` in place of experts.
