@@ -6,10 +6,10 @@ from __future__ import annotations
 import torch
 
 from magi_attention.env import build as env
-from magi_attention.errors import UnsupportedError
 from magi_attention.kernels.ffa.operands import DTYPES, dense, strides_of
 from magi_attention.native.families import SM90
 from magi_attention.native.index.calls import IndexLibrary, load_index
+from magi_attention.native.loader import find
 
 SCORES_BYTES = 1 << 28  # of scores in memory at a time, where those of one query do not take more
 _PITCH = 128  # keys to a multiple of which rows of scores are rounded up
@@ -18,7 +18,11 @@ _MOST_HEADS, _MOST_DIM, _MOST_BEST, _MOST_KEYS = 64, 128, 4096, 1 << 30
 
 def library_for(q_index: torch.Tensor, k_index: torch.Tensor, k: int) -> IndexLibrary | None:
     """The library whose kernels choose ``k`` keys for these; None where plain torch does, which is where GPU, dtype or
-    sizes are others, where portable kernels are asked for, or none are built."""
+    sizes are others, where portable kernels are asked for, or none are built.
+
+    Raises:
+        UnsupportedError: kernels are built and cannot be used; the text says what to do.
+    """
     heads, dim = q_index.shape[1:]
     fits = 1 <= heads <= _MOST_HEADS and 8 <= dim <= _MOST_DIM and dim % 8 == 0 and k <= _MOST_BEST
     if not fits or q_index.dtype not in DTYPES or not 0 < len(k_index) <= _MOST_KEYS:
@@ -27,10 +31,7 @@ def library_for(q_index: torch.Tensor, k_index: torch.Tensor, k: int) -> IndexLi
         return None
     if torch.cuda.get_device_capability(q_index.device) not in SM90.capabilities:
         return None
-    try:
-        return load_index()
-    except UnsupportedError:
-        return None
+    return load_index() if find(SM90.library) else None
 
 
 def best_keys(
@@ -40,6 +41,8 @@ def best_keys(
     """int32 (T, k), as ``topk.best_keys``. Scores are sums in float32 of products in float32 of q and k: where those of
     two keys differ by no more than the rounding of such sums, either may be chosen, always the same one."""
     queries, heads, dim = q_index.shape
+    if not queries:  # a rank without tokens
+        return torch.empty((0, k), dtype=torch.int32, device=q_index.device)
     q_index, k_index, weights = dense(q_index), dense(k_index[:, None]), weights.float().contiguous()
     q_strides, k_strides = strides_of(q_index), strides_of(k_index)
     pitch = -(-len(k_index) // _PITCH) * _PITCH

@@ -84,6 +84,12 @@ def test_a_query_gets_the_same_keys_wherever_it_is(library):
         assert torch.equal(part, whole[begin:end])
 
 
+def test_a_rank_without_tokens(library):
+    q, k = torch.zeros(0, 64, 128, dtype=torch.bfloat16), torch.zeros(9, 128, dtype=torch.bfloat16)
+    bounds = torch.zeros(0, 2, dtype=torch.int64)
+    assert run(library, q, k, torch.zeros(0, 64), bounds, 3).shape == (0, 3)
+
+
 def test_what_it_does_not_take(library):
     q, k = torch.zeros(2, 65, 64, dtype=torch.bfloat16), torch.zeros(9, 64, dtype=torch.bfloat16)
     with pytest.raises((AssertionError, UnsupportedError), match="give 1 to 64 heads"):
