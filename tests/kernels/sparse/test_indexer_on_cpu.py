@@ -90,6 +90,18 @@ def test_a_rank_without_tokens(library):
     assert run(library, q, k, torch.zeros(0, 64), bounds, 3).shape == (0, 3)
 
 
+def test_queries_of_a_tile_that_see_keys_far_apart(library):
+    """Whose blocks are in several spans, and some spans have none."""
+    gen = torch.Generator().manual_seed(4)
+    keys, bounds = 17_000, torch.tensor([[8000, 8500], [8150, 8400], [8300, 8301], [16_300, 16_900], [0, 100], [7, 7]])
+    q, k = torch.randn(6, 2, 16, generator=gen).half(), torch.randn(keys, 16, generator=gen).half()
+    weights = torch.randn(6, 2, generator=gen)
+    for rows in (slice(0, 3), slice(3, 4), slice(4, 6)):
+        library.use(3, 5)
+        best = run(library, q[rows], k, weights[rows], bounds[rows], 90)
+        assert_best(best, q[rows], k, weights[rows], bounds[rows], 90)
+
+
 def test_what_it_does_not_take(library):
     q, k = torch.zeros(2, 65, 64, dtype=torch.bfloat16), torch.zeros(9, 64, dtype=torch.bfloat16)
     with pytest.raises((AssertionError, UnsupportedError), match="give 1 to 64 heads"):

@@ -20,6 +20,16 @@ struct IndexerParams {
   int32_t total_k, heads, num_best;
 };
 
+// So many blocks of keys of a tile are a work item, so that few queries of many keys fill the GPU,
+// too.
+constexpr int kIndexerBlockKeys = 128, kIndexerSpanBlocks = 64;
+
+// Of a row of `pitch` scores.
+__host__ __device__ inline int indexer_spans(int64_t pitch) {
+  constexpr int kKeys = kIndexerBlockKeys * kIndexerSpanBlocks;
+  return static_cast<int>((pitch + kKeys - 1) / kKeys);
+}
+
 // A tile is kQueries queries of kHeads heads, against blocks of kBlockKeys keys.
 template <typename T_, int kD_, int kHeads_>
 struct IndexerConfig {
@@ -29,9 +39,10 @@ struct IndexerConfig {
   static constexpr int kColumns = 256;  // heads of all queries: the columns of a product
   static constexpr int kQueries = kColumns / kHeads;
   static constexpr int kGroups = 2;  // consumer warpgroups, of 64 keys each
-  static constexpr int kBlockKeys = 64 * kGroups;
+  static constexpr int kBlockKeys = kIndexerBlockKeys;
   static constexpr int kConsumers = 128 * kGroups, kThreads = kConsumers + 32;
   static constexpr int kQStages = 2, kKStages = 3;
+  static_assert(kBlockKeys == 64 * kGroups);
 
   static constexpr uint32_t kQBytes = kColumns * kAtoms * 128;
   static constexpr uint32_t kKBytes = kBlockKeys * kAtoms * 128;

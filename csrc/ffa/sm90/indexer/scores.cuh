@@ -53,22 +53,31 @@ struct IndexerSmem {
   }
 };
 
-// The tiles of a CTA, from the last queries on, which see most keys of a causal mask; and the
-// blocks of keys of each. A whole warp asks for them. What the next tile needs is read early.
+// The work items of a CTA: span by span of the keys, and in each from the last queries on, which see
+// most keys of a causal mask. Rounds go forward and backward in turn, so that no CTA has the longest
+// item of each. A whole warp asks for them. What the next item needs is read early.
 template <typename C>
-struct IndexerTiles {
+struct IndexerItems {
   const IndexerParams& p;
-  int tile;
-  int2 next;  // bounds of this lane's query in `tile`
+  const int num_tiles, num_items;
+  int round = 0;
+  int tile;         // -1 where there are no more
+  int first_block;  // of the span
+  int2 next;        // bounds of this lane's query in `tile`
 
-  __device__ explicit IndexerTiles(const IndexerParams& params)
+  __device__ explicit IndexerItems(const IndexerParams& params)
       : p(params),
-        tile((params.num_queries + C::kQueries - 1) / C::kQueries - 1 -
-             static_cast<int>(blockIdx.x)) {
+        num_tiles((params.num_queries + C::kQueries - 1) / C::kQueries),
+        num_items(num_tiles * indexer_spans(params.pitch)) {
     look_up();
   }
 
   __device__ __forceinline__ void look_up() {
+    const int ctas = static_cast<int>(gridDim.x), cta = static_cast<int>(blockIdx.x);
+    const int number = round * ctas + (round % 2 ? ctas - 1 - cta : cta);
+    const int span = number / num_tiles;
+    first_block = span * kIndexerSpanBlocks;
+    tile = number < num_items ? num_tiles - 1 - (number - span * num_tiles) : -1;
     const int query = tile * C::kQueries + threadIdx.x % 32;
     next = make_int2(INT_MAX, 0);
     if (tile < 0 || threadIdx.x % 32 >= C::kQueries || query >= p.num_queries) return;
@@ -81,10 +90,13 @@ struct IndexerTiles {
   __device__ __forceinline__ int2 take() {
     const int low = __reduce_min_sync(kWholeWarp, next.x);
     const int high = __reduce_max_sync(kWholeWarp, next.y);
-    tile -= gridDim.x;
+    const int2 span = make_int2(first_block, first_block + kIndexerSpanBlocks);
+    ++round;
     look_up();
     if (low >= high) return make_int2(0, 0);
-    return make_int2(low / C::kBlockKeys, (high - 1) / C::kBlockKeys + 1);
+    const int begin = max(low / C::kBlockKeys, span.x);
+    const int end = min((high - 1) / C::kBlockKeys + 1, span.y);
+    return begin < end ? make_int2(begin, end) : make_int2(0, 0);
   }
 };
 
@@ -93,10 +105,10 @@ template <typename C>
 __device__ void copy_indexer(const IndexerParams& p, const IndexerSmem<C>& smem) {
   Ring<C::kQStages> qs;
   Ring<C::kKStages> ks;
-  IndexerTiles<C> tiles(p);
-  while (tiles.tile >= 0) {
-    const int query = p.first_query + tiles.tile * C::kQueries;
-    const int2 blocks = tiles.take();
+  IndexerItems<C> items(p);
+  while (items.tile >= 0) {
+    const int query = p.first_query + items.tile * C::kQueries;
+    const int2 blocks = items.take();
     if (blocks.x == blocks.y) continue;
     if (threadIdx.x % 32 == 0) {
       mbar_wait(smem.q_empty(qs.stage), qs.phase ^ 1);
@@ -177,7 +189,7 @@ __device__ void score_keys(const IndexerParams& p, const IndexerSmem<C>& smem, i
   Ring<C::kQStages> qs;
   Ring<C::kKStages> ks;
   uint32_t turns = 0;  // that this warpgroup had
-  IndexerTiles<C> tiles(p);
+  IndexerItems<C> items(p);
   const int lane = threadIdx.x % 32;
   const int key_of_thread = group * 64 + threadIdx.x % 128 / 32 * 16 + lane / 4;
   // The weight of a thread's column in a tile.
@@ -188,12 +200,12 @@ __device__ void score_keys(const IndexerParams& p, const IndexerSmem<C>& smem, i
     return p.weights[(static_cast<int64_t>(p.first_query) + query) * p.heads + head];
   };
   static_assert(C::kConsumers == C::kColumns, "a thread brings the weight of one column");
-  float weight = weight_of(tiles.tile);
-  while (tiles.tile >= 0) {
-    const int first_query = tiles.tile * C::kQueries;
+  float weight = weight_of(items.tile);
+  while (items.tile >= 0) {
+    const int first_query = items.tile * C::kQueries;
     const float mine = weight;
-    const int2 blocks = tiles.take();
-    weight = weight_of(tiles.tile);
+    const int2 blocks = items.take();
+    weight = weight_of(items.tile);
     if (blocks.x == blocks.y) continue;
     const uint32_t weights = smem.weights(qs.stage);
     sts_int(weights + 4 * threadIdx.x, __float_as_int(mine));

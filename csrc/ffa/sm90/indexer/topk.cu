@@ -10,7 +10,6 @@ namespace magi {
 namespace {
 
 constexpr int kMostHeads = 64, kMostIndexDim = 128, kMostBest = 4096;
-constexpr int kPitchStep = 128;  // keys of a block
 
 magi_status check_indexer(const magi_ffa_indexer_params& p) {
   if (p.version != MAGI_ABI_VERSION)
@@ -50,7 +49,8 @@ magi_status run_indexer(const magi_ffa_indexer_params& a) {
   p.bounds = a.bounds;
   p.scores = a.scores;
   p.lists = a.lists;
-  p.pitch = (static_cast<int64_t>(a.total_k) + kPitchStep - 1) / kPitchStep * kPitchStep;
+  constexpr int64_t kStep = kIndexerBlockKeys;
+  p.pitch = (a.total_k + kStep - 1) / kStep * kStep;
   p.total_k = a.total_k;
   p.heads = a.heads;
   p.num_best = a.num_best;
@@ -59,14 +59,20 @@ magi_status run_indexer(const magi_ffa_indexer_params& a) {
     return cudaFuncSetAttribute(indexer_scores<C>, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                 static_cast<int>(C::kSmemBytes));
   }));
+  const int64_t most = a.chunk < a.total_q ? a.chunk : a.total_q;
+  const int64_t most_items = (most + C::kQueries) / C::kQueries * indexer_spans(p.pitch);
+  if (most_items >= (1ll << 31) - (1 << 16))
+    return fail(MAGI_UNSUPPORTED, "%d queries at a time and %d keys are too many; give fewer.",
+                a.chunk, a.total_k);
   int sms = 0;
   MAGI_RETURN(multiprocessors(&sms));
   for (p.first_query = 0; p.first_query < a.total_q; p.first_query += a.chunk) {
     const int left = a.total_q - p.first_query;
     p.num_queries = left < a.chunk ? left : a.chunk;
-    const int tiles = (p.num_queries + C::kQueries - 1) / C::kQueries;
+    const int64_t tiles = (p.num_queries + C::kQueries - 1) / C::kQueries;
+    const int64_t items = tiles * indexer_spans(p.pitch);
     if (a.total_k > 0)
-      MAGI_RETURN(launch_kernel(indexer_scores<C>, dim3(tiles < sms ? tiles : sms), C::kThreads,
+      MAGI_RETURN(launch_kernel(indexer_scores<C>, dim3(items < sms ? items : sms), C::kThreads,
                                 C::kSmemBytes, a.stream, p, "launching the scores of the indexer"));
     MAGI_RETURN(launch_kernel(indexer_best, dim3(p.num_queries), kPrepareThreads, kBestBytes,
                               a.stream, p, "launching the choice of the best keys"));
