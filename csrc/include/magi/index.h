@@ -225,7 +225,7 @@ typedef struct {
   const void *q, *k;
   const float* weights;  /* (total_q, heads), contiguous */
   const int64_t* bounds; /* (total_q, 2): first key, and the one behind the last; clamped */
-  float* scores;         /* (chunk, total_k rounded up to 128) */
+  float* scores;         /* (chunk, total_k rounded up to 128), a multiple of 16 bytes */
   int32_t* lists;        /* (total_q, num_best) */
   void* stream;
 } magi_ffa_indexer_params;
