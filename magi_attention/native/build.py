@@ -113,8 +113,8 @@ def ffa_job(
     ]
     sources += [*symm, *instances]
     if with_rows:
-        rows, index, indexer = csrc / "range_ops", folder / "index", folder / "indexer"
-        sources += [path for part in (rows, index, indexer) for path in sorted(part.glob("*.cu"))]
+        parts = csrc / "range_ops", folder / "index", folder / "indexer", folder / "indexer_kl"
+        sources += [path for part in parts for path in sorted(part.glob("*.cu"))]
     flags = toolchain.nvcc_flags(arch)
     # Each object is whole: to link device code would only add an empty cubin, and not always one of this target.
     link = _nvcc_link(nvcc, "-nodlink")

@@ -34,6 +34,8 @@ STRUCTS = {
     "magi_ffa_index_sum_params": index_abi.IndexSumParams,
     "magi_ffa_index_prepare_params": index_abi.IndexPrepareParams,
     "magi_ffa_indexer_params": index_abi.IndexerParams,
+    "magi_ffa_indexer_kl_fwd_params": index_abi.IndexerKlFwdParams,
+    "magi_ffa_indexer_kl_bwd_params": index_abi.IndexerKlBwdParams,
     "magi_symm_buffer": abi.SymmBuffer,
     "magi_work_tile": schedule_abi.WorkTile,
     "magi_work_list": schedule_abi.WorkListHeader,

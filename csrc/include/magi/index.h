@@ -232,6 +232,62 @@ typedef struct {
 
 MAGI_EXPORT magi_status magi_ffa_indexer_topk(const magi_ffa_indexer_params* params);
 
+/* The divergence of the indexer's softmax from the targets, of the keys in the list of each query.
+ * A target is the sum over heads of exp(softmax_scale * q_h . k - lse_h), divided by the sum over
+ * the list. q_index (total_q, heads_index, d), k_index (total_k, d) and weights as of
+ * magi_ffa_indexer_topk; q (total_q, heads_q, d) and k (total_k, d) are those of attention with one
+ * kv head, in the same dtype, up to 128 heads of 576 columns. lists (total_q, max_entries) and
+ * counts are as of magi_ffa_index_prepare. Written: targets (total_q, max_entries) float32 before
+ * the division, where lists have keys; the divergence, the logsumexp of the scores and the sum of
+ * the targets of each query. These are 0, of no meaning and 0 where lse is -inf or the list is
+ * empty; then the targets are not written, and nothing else of the query is read. */
+typedef struct {
+  int32_t version; /* MAGI_ABI_VERSION */
+  int32_t dtype;   /* MAGI_BF16 or MAGI_FP16 */
+  int32_t total_q, total_k, heads_q, head_dim, heads_index, head_dim_index;
+  int32_t max_entries;
+  int32_t sm_margin;
+  float softmax_scale;
+  int32_t reserved;
+  int64_t q_stride_token, q_stride_head, k_stride_token;
+  int64_t q_index_stride_token, q_index_stride_head, k_index_stride_token;
+  const void *q, *k;
+  const float* lse; /* (total_q, heads_q), contiguous */
+  const void *q_index, *k_index;
+  const float* weights;
+  const int32_t *lists, *counts;
+  float* targets;
+  float *divergence, *lse_index, *mass; /* (total_q,) */
+  void* stream;
+} magi_ffa_indexer_kl_fwd_params;
+
+MAGI_EXPORT magi_status magi_ffa_indexer_kl_fwd(const magi_ffa_indexer_kl_fwd_params* params);
+
+/* Its gradients, of queries query_begin to before query_end, from what the forward wrote and grad
+ * (total_q,), those of the divergences. dq_index is contiguous, in the dtype of q_index; dweights
+ * (total_q, heads_index) and the sums dk_index (total_k, d) are float32. With dk_partials NULL they
+ * are added to in any order; else each key of a list leaves its share in dk_partials (query_end -
+ * query_begin, max_entries, d), for magi_ffa_index_sum to add in a fixed order. Those of queries
+ * without targets are not written. */
+typedef struct {
+  int32_t version;
+  int32_t dtype;
+  int32_t total_q, total_k, heads_index, head_dim_index;
+  int32_t max_entries;
+  int32_t sm_margin;
+  int32_t query_begin, query_end;
+  int64_t q_index_stride_token, q_index_stride_head, k_index_stride_token;
+  const void *q_index, *k_index;
+  const float* weights;
+  const int32_t *lists, *counts;
+  const float *targets, *lse_index, *mass, *grad;
+  void* dq_index;
+  float *dk_index, *dk_partials, *dweights;
+  void* stream;
+} magi_ffa_indexer_kl_bwd_params;
+
+MAGI_EXPORT magi_status magi_ffa_indexer_kl_bwd(const magi_ffa_indexer_kl_bwd_params* params);
+
 #ifdef __cplusplus
 }
 #endif

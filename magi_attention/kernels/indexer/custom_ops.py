@@ -14,11 +14,12 @@ import torch
 
 from magi_attention.errors import ContractError
 from magi_attention.kernels.double_backward import refuse_double_backward
-from magi_attention.kernels.indexer import hopper
+from magi_attention.kernels.indexer import hopper, kl_hopper
 from magi_attention.kernels.indexer.kl import Problem, kl_backward, kl_forward
 from magi_attention.kernels.indexer.topk import best_blocks, best_keys
 from magi_attention.kernels.indexer.visible import Blocks, Visible
 from magi_attention.kernels.types import accumulation_dtype
+from magi_attention.native.index.calls import load_index
 
 _INDEXER = "Tensor q_index, Tensor k_index, Tensor weights"
 _VISIBLE = "bool causal, Tensor? positions, Tensor? cu_seqlens, Tensor? k_start, Tensor? k_end"
@@ -111,41 +112,63 @@ def _once_each(lists: torch.Tensor, keys: int) -> torch.Tensor:
 
 @torch.library.custom_op(
     "magi_attention::indexer_kl_fwd", mutates_args=(),
-    schema=f"({_INDEXER}, {_ATTENTION}, {_BLOCKS}) -> (Tensor, Tensor, Tensor)",
+    schema=f"({_INDEXER}, {_ATTENTION}, {_BLOCKS}) -> (Tensor, Tensor, Tensor, Tensor)",
 )  # fmt: skip
 def kl_fwd(
     q_index: torch.Tensor, k_index: torch.Tensor, weights: torch.Tensor, q: torch.Tensor, k: torch.Tensor,
     lse: torch.Tensor, lists: Maybe, causal: bool, positions: Maybe, cu_seqlens: Maybe, k_start: Maybe, k_end: Maybe,
     softmax_scale: float, softcap: float, block_rows: int, block_keys: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """The divergence of each query, the logsumexp of its scores and the sum of its targets, (T,) each."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """The divergence of each query, the logsumexp of its scores and the sum of its targets, (T,) each; and the targets
+    (T, N) that kernels leave for their backward, or nothing (0,)."""
+    library = kl_hopper.library_for(q_index, k_index, q, k, lists, softcap)
+    if library is not None and lists is not None:
+        with torch.cuda.device(q.device), torch.autocast(q.device.type, enabled=False):
+            stream = torch.cuda.current_stream().cuda_stream
+            return kl_hopper.forward(library, q_index, k_index, weights, q, k, lse, lists, softmax_scale, stream)
     problem = _problem(
         q_index, k_index, weights, q, k, lse, lists, causal, positions, cu_seqlens, k_start, k_end, softmax_scale,
         softcap, block_rows, block_keys,
     )  # fmt: skip
     with torch.autocast(q.device.type, enabled=False):
-        return kl_forward(problem)
+        divergence, lse_index, mass = kl_forward(problem)
+    return divergence, lse_index, mass, divergence.new_empty(0)
 
 
 @kl_fwd.register_fake
-def _(q_index: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return tuple(q_index.new_empty(q_index.shape[:1], dtype=accumulation_dtype(q_index.dtype)) for _ in range(3))  # type: ignore[return-value]
+def _(
+    q_index: torch.Tensor, k_index: torch.Tensor, weights: torch.Tensor, q: torch.Tensor, k: torch.Tensor,
+    lse: torch.Tensor, lists: Maybe, causal: bool, positions: Maybe, cu_seqlens: Maybe, k_start: Maybe, k_end: Maybe,
+    softmax_scale: float, softcap: float, *_: Any,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    acc = accumulation_dtype(q_index.dtype)
+    by_kernels = kl_hopper.library_for(q_index, k_index, q, k, lists, softcap) is not None
+    shape = lists.shape if by_kernels and lists is not None else (0,)
+    divergence, lse_index, mass = (q_index.new_empty(q_index.shape[:1], dtype=acc) for _ in range(3))
+    return divergence, lse_index, mass, q_index.new_empty(shape, dtype=acc)
 
 
 @torch.library.custom_op(
     "magi_attention::indexer_kl_bwd", mutates_args=(),
     schema=(
-        f"(Tensor grad, Tensor lse_index, Tensor mass, {_INDEXER}, {_ATTENTION}, {_BLOCKS}) "
+        f"(Tensor grad, Tensor lse_index, Tensor mass, Tensor targets, {_INDEXER}, {_ATTENTION}, {_BLOCKS}) "
         "-> (Tensor, Tensor, Tensor)"
     ),
 )  # fmt: skip
 def kl_bwd(
-    grad: torch.Tensor, lse_index: torch.Tensor, mass: torch.Tensor, q_index: torch.Tensor, k_index: torch.Tensor,
-    weights: torch.Tensor, q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor, lists: Maybe, causal: bool,
-    positions: Maybe, cu_seqlens: Maybe, k_start: Maybe, k_end: Maybe, softmax_scale: float, softcap: float,
-    block_rows: int, block_keys: int,
+    grad: torch.Tensor, lse_index: torch.Tensor, mass: torch.Tensor, targets: torch.Tensor, q_index: torch.Tensor,
+    k_index: torch.Tensor, weights: torch.Tensor, q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor, lists: Maybe,
+    causal: bool, positions: Maybe, cu_seqlens: Maybe, k_start: Maybe, k_end: Maybe, softmax_scale: float,
+    softcap: float, block_rows: int, block_keys: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Gradients of q_index, k_index and weights in their dtypes; ``lse_index`` and ``mass`` are the forward's."""
+    """Gradients of q_index, k_index and weights in their dtypes. ``lse_index``, ``mass`` and ``targets`` are the
+    forward's; where there are targets, kernels left them, and kernels go on."""
+    if targets.dim() == 2 and lists is not None:
+        library, in_order = load_index(), kl_hopper.is_deterministic()
+        with torch.cuda.device(q.device), torch.autocast(q.device.type, enabled=False):
+            stream = torch.cuda.current_stream().cuda_stream
+            saved = grad, lse_index, mass, targets, q_index, k_index, weights, lists
+            return kl_hopper.backward(library, *saved, in_order, stream)
     problem = _problem(
         q_index, k_index, weights, q, k, lse, lists, causal, positions, cu_seqlens, k_start, k_end, softmax_scale,
         softcap, block_rows, block_keys,
@@ -156,8 +179,8 @@ def kl_bwd(
 
 @kl_bwd.register_fake
 def _(
-    grad: torch.Tensor, lse_index: torch.Tensor, mass: torch.Tensor, q_index: torch.Tensor, k_index: torch.Tensor,
-    weights: torch.Tensor, *_: Any,
+    grad: torch.Tensor, lse_index: torch.Tensor, mass: torch.Tensor, targets: torch.Tensor, q_index: torch.Tensor,
+    k_index: torch.Tensor, weights: torch.Tensor, *_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     return tuple(x.new_empty(x.shape) for x in (q_index, k_index, weights))  # type: ignore[return-value]
 
@@ -170,9 +193,9 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -
 
 
 def _grad(ctx: Any, grad: torch.Tensor, *_: object) -> tuple[torch.Tensor | None, ...]:
-    lse_index, mass, *tensors = ctx.saved_tensors
+    lse_index, mass, targets, *tensors = ctx.saved_tensors
     inputs = [rest if x is None else x for x, rest in zip(tensors, ctx.rest)]
-    return *kl_bwd(grad, lse_index, mass, *inputs), *[None] * _NUM_CONSTANTS
+    return *kl_bwd(grad, lse_index, mass, targets, *inputs), *[None] * _NUM_CONSTANTS
 
 
 kl_fwd.register_autograd(_grad, setup_context=_save)

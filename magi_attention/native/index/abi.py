@@ -85,6 +85,30 @@ class IndexerParams(ctypes.Structure):
     """)
 
 
+class IndexerKlFwdParams(ctypes.Structure):
+    """``magi_ffa_indexer_kl_fwd_params``. Strides in elements, addresses as integers."""
+
+    _fields_ = fields("""
+        int32 version dtype total_q total_k heads_q head_dim heads_index head_dim_index max_entries sm_margin
+        float softmax_scale
+        int32 reserved
+        int64 q_stride_token q_stride_head k_stride_token
+        int64 q_index_stride_token q_index_stride_head k_index_stride_token
+        void* q k lse q_index k_index weights lists counts targets divergence lse_index mass stream
+    """)
+
+
+class IndexerKlBwdParams(ctypes.Structure):
+    """``magi_ffa_indexer_kl_bwd_params``. Strides in elements, addresses as integers."""
+
+    _fields_ = fields("""
+        int32 version dtype total_q total_k heads_index head_dim_index max_entries sm_margin query_begin query_end
+        int64 q_index_stride_token q_index_stride_head k_index_stride_token
+        void* q_index k_index weights lists counts targets lse_index mass grad dq_index dk_index dk_partials dweights
+        void* stream
+    """)
+
+
 FWD_PREFIX_BYTES, FWD_TAIL = divided(IndexFwdParams, "q")
 FWD_BLOCKS_PREFIX_BYTES, FWD_BLOCKS_TAIL = divided(IndexFwdBlocksParams, "q")
 BWD_PREFIX_BYTES, BWD_TAIL = divided(IndexBwdParams, "q")
@@ -104,4 +128,6 @@ FUNCTIONS: abi.Functions = {
     "magi_ffa_index_prepare": (c_int32, (ctypes.POINTER(IndexPrepareParams),)),
     "magi_ffa_index_blocks": (c_int32, (ctypes.POINTER(IndexPrepareParams),)),
     "magi_ffa_indexer_topk": (c_int32, (ctypes.POINTER(IndexerParams),)),
+    "magi_ffa_indexer_kl_fwd": (c_int32, (ctypes.POINTER(IndexerKlFwdParams),)),
+    "magi_ffa_indexer_kl_bwd": (c_int32, (ctypes.POINTER(IndexerKlBwdParams),)),
 }

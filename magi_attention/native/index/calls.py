@@ -98,6 +98,16 @@ class IndexLibrary:
         params = index_abi.IndexerParams(version=abi.ABI_VERSION, **fields)
         self.check(self._entry("magi_ffa_indexer_topk")(ctypes.byref(params)), "The indexer")
 
+    def indexer_kl_fwd(self, **fields: int | float) -> None:
+        """``magi_ffa_indexer_kl_fwd`` with the fields of ``IndexerKlFwdParams``."""
+        params = index_abi.IndexerKlFwdParams(version=abi.ABI_VERSION, **fields)
+        self.check(self._entry("magi_ffa_indexer_kl_fwd")(ctypes.byref(params)), "The indexer's divergence")
+
+    def indexer_kl_bwd(self, **fields: int) -> None:
+        """``magi_ffa_indexer_kl_bwd`` with the fields of ``IndexerKlBwdParams``."""
+        params = index_abi.IndexerKlBwdParams(version=abi.ABI_VERSION, **fields)
+        self.check(self._entry("magi_ffa_indexer_kl_bwd")(ctypes.byref(params)), "Gradients of the indexer")
+
     def check(self, status: int, what: str) -> None:
         check(self._library, status, what)
 
