@@ -64,13 +64,15 @@ struct KeysOfThread {
 
   __device__ __forceinline__ KeysOfThread(const IndexerKlBwdParams& p, const KeyList& list,
                                           int number, int first) {
-    const int64_t width = p.index.lists.max_entries;
+    const int width = p.index.lists.max_entries;
+    const float* from = p.targets + static_cast<int64_t>(p.query_begin + number) * width;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int place = first + upper_row_of_thread() + 8 * r, key = list.key(place);
-      const int share = number * p.index.lists.max_entries + place;
-      rows[r] = key < 0 || p.dk_partials == nullptr ? key : share;
-      targets[r] = key < 0 ? 0.f : __ldg(p.targets + (p.query_begin + number) * width + place);
+      const int place = first + upper_row_of_thread() + 8 * r;
+      const bool exists = place < list.count;
+      const int key = list.key(place), share = exists ? number * width + place : -1;
+      rows[r] = p.dk_partials == nullptr ? key : share;
+      targets[r] = exists ? __ldg(from + place) : 0.f;
     }
   }
 };
@@ -261,9 +263,13 @@ __device__ void compute_indexer_grads(const IndexerKlBwdParams& p,
 #pragma unroll
     for (int i = 0; i < kKlHeads / 4; ++i) dw[i] = 0.f;
     worker.begin(query);
+    KeysOfThread next(p, list, walk.number, 0);
 #pragma unroll 1
-    for (int first = 0; first < list.count; first += kKlKeys)
-      worker.block(dq, dw, KeysOfThread(p, list, walk.number, first));
+    for (int first = 0; first < list.count; first += kKlKeys) {
+      const KeysOfThread keys = next;
+      next = KeysOfThread(p, list, walk.number, first + kKlKeys);  // asked for early
+      worker.block(dq, dw, keys);
+    }
     worker.end(dq, dw, query);
   }
   if (threadIdx.x % 128 == 0) store_wait_all();

@@ -16,15 +16,47 @@
 
 namespace magi {
 
-// Asked by a whole warp. Where an lse is -inf, as of pad rows, the query sees nothing, and what is
-// in its rows is not looked at.
-__device__ __forceinline__ int keys_of_query(const IndexerKlFwdParams& p, int query) {
-  bool is_dead = false;
-  for (int head = threadIdx.x % 32; head < p.heads_q; head += 32)
-    is_dead |= __ldg(p.lse + static_cast<int64_t>(query) * p.heads_q + head) == -INFINITY;
-  const int count = __ldg(p.index.lists.key_counts + query);
-  return __any_sync(0xffffffff, is_dead) ? 0 : count;
-}
+// The queries of a CTA and how many keys each has, taken by a whole warp. Where an lse is -inf, as
+// of pad rows, a query has none, and what is in its rows is not looked at. What the next one needs
+// is read early.
+template <typename C>
+struct KlQueries {
+  static constexpr int kOfLane = C::kHeads / 32;
+
+  const IndexerKlFwdParams& p;
+  TileWalk walk;
+  int query, count;     // of the one that was taken
+  float next[kOfLane];  // lse of the next one
+  int next_count;
+
+  __device__ explicit KlQueries(const IndexerKlFwdParams& params)
+      : p(params), walk(params.index.total_q) {
+    look_up();
+  }
+
+  __device__ __forceinline__ void look_up() {
+    if (walk.is_over()) return;
+    next_count = __ldg(p.index.lists.key_counts + walk.number);
+#pragma unroll
+    for (int i = 0; i < kOfLane; ++i) {
+      const int head = threadIdx.x % 32 + 32 * i;
+      const int64_t at = static_cast<int64_t>(walk.number) * p.heads_q + head;
+      next[i] = head < p.heads_q ? __ldg(p.lse + at) : 0.f;
+    }
+  }
+
+  __device__ __forceinline__ bool take() {
+    if (walk.is_over()) return false;
+    bool is_dead = false;
+#pragma unroll
+    for (int i = 0; i < kOfLane; ++i) is_dead |= next[i] == -INFINITY;
+    query = walk.number;
+    count = __any_sync(0xffffffff, is_dead) ? 0 : next_count;
+    walk.advance();
+    look_up();
+    return true;
+  }
+};
 
 // Queries of attention and of the indexer, lse and weights. Heads that there are not get targets of
 // 0 by an lse of infinity.
@@ -55,10 +87,11 @@ __device__ __forceinline__ void load_kl_query(const IndexerKlFwdParams& p,
 template <typename C>
 __device__ void feed_kl(const IndexerKlFwdParams& p, const IndexerKlFwdSmem<C>& smem) {
   uint32_t loaded = 0, q_phase = 0;  // atoms so far
+  KlQueries<C> queries(p);
 #pragma unroll 1
-  for (TileWalk walk(p.index.total_q); !walk.is_over(); walk.advance()) {
-    const int query = walk.number;
-    if (keys_of_query(p, query) == 0) continue;
+  while (queries.take()) {
+    const int query = queries.query;
+    if (queries.count == 0) continue;
     const KeyList list(p.index.lists, query);
     LatentGather index_rows(list, p.index.k, threadIdx.x), rows(list, p.k, threadIdx.x);
     // Q waits for the end of the query before, so keys come first.
@@ -208,9 +241,10 @@ template <typename C>
 __device__ void compute_kl(const IndexerKlFwdParams& p, const IndexerKlFwdSmem<C>& smem) {
   IndexerKlFwdWorker<C> worker(p, smem, uniform(threadIdx.x / 128) - 1);
   uint32_t q_phase = 0;
+  KlQueries<C> queries(p);
 #pragma unroll 1
-  for (TileWalk walk(p.index.total_q); !walk.is_over(); walk.advance()) {
-    const int query = walk.number, count = keys_of_query(p, query);
+  while (queries.take()) {
+    const int query = queries.query, count = queries.count;
     KlTotals totals;
     if (count == 0) {
       if (threadIdx.x == C::kProducers) worker.write(totals, query);
