@@ -95,7 +95,7 @@ def random_kl(
 def _assert_near(name: str, got: torch.Tensor, want: torch.Tensor, share: float) -> None:
     assert got.isfinite().all(), f"{name} is not finite"
     off = float((got.double() - want).abs().max())
-    allowed = share * float(want.abs().max())
+    allowed = 1e-6 + share * float(want.abs().max())
     assert off <= allowed, f"{name} is off by {off}, allowed {allowed}"
 
 

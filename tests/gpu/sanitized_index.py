@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Index and block-sparse attention in all their kernels, few calls of each, to be run under compute-sanitizer:
+"""Index and block-sparse attention and the indexer's loss in all their kernels, few calls of each, to be run under
+compute-sanitizer:
 
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python tests/gpu/sanitized_index.py
 
@@ -18,8 +19,9 @@ from itertools import product
 import torch
 from block_problems import BF16, DEVICE, FP16, draw_blocks, draw_rows
 
-from magi_attention.api import block_sparse_attn_func, index_attn_func, prepare_indices
+from magi_attention.api import block_sparse_attn_func, index_attn_func, indexer_kl, prepare_indices
 from magi_attention.kernels.index_attn.backward_choice import TILE_KEYS
+from magi_attention.testing.indexer_kl import random_kl
 
 # tokens, keys, query heads, kv heads, head dims, entries; values of their own or columns of the keys
 LISTS = (
@@ -36,6 +38,9 @@ BLOCKS = (
     (300, 333, 8, 1, 128, 96, 16, 16, 0.4),
     (512, 512, 16, 2, 64, 48, 256, 32, 0.4),
 )
+
+# queries, keys, index heads, index columns, query heads, columns, entries
+LOSSES = ((9, 300, 64, 128, 128, 576, 200), (7, 200, 24, 56, 64, 192, 70))
 
 Call = tuple[str, Callable[..., torch.Tensor], list[torch.Tensor]]
 
@@ -72,6 +77,13 @@ def calls(is_one_place: bool) -> Iterator[Call]:
             lambda q, k, v, blocks=blocks: block_sparse_attn_func(q, k, v, blocks, sizes, sizes)[0],
             draw_rows((600, 600, *case[2:]), BF16, gen),
         )
+    for case, dtype in product(LOSSES, (BF16, FP16)):
+        of = random_kl(gen, dtype, *case)
+
+        def divergence(q_index, k_index, weights, of=of):
+            return indexer_kl(q_index, k_index, weights, of.q, of.k, of.lse, of.lists)
+
+        yield f"loss {case} {dtype}", divergence, [of.q_index, of.k_index, of.weights, of.grad]
 
 
 def main() -> int:
