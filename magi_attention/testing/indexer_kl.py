@@ -12,7 +12,7 @@ NEG_INF = float("-inf")
 
 @dataclass
 class KlProblem:
-    """Tensors as of ``api.indexer_kl`` with one kv head. ``lists`` have -1 and repeated entries, and one is empty. A
+    """Tensors as of ``api.indexer_kl``. ``lists`` have -1 and repeated entries, and one is empty. A
     query has an lse of -inf and NaN in its rows; keys that nobody lists have NaN, too."""
 
     q_index: torch.Tensor
@@ -42,9 +42,10 @@ class KlProblem:
             x.double().masked_fill(~is_alive.view(-1, *[1] * (x.dim() - 1)), 0)
             for x in (self.q_index, self.weights, self.q, self.lse)
         )  # fmt: skip
-        k_index, k = (x.double().masked_fill(~is_listed[:, None], 0) for x in (self.k_index, self.k[:, 0]))
+        k_index = self.k_index.double().masked_fill(~is_listed[:, None], 0)
+        k = self.k.double().masked_fill(~is_listed[:, None, None], 0)
         leaves = [x.requires_grad_() for x in (q_index, k_index, weights)]
-        logits = torch.einsum("thd,sd->ths", q, k) * self.scale
+        logits = _products(q, k) * self.scale
         target = (logits - lse[..., None]).exp().sum(1).masked_fill(~sees, 0)
         target = (target / target.sum(1, keepdim=True)).nan_to_num()
         scores = torch.einsum("ths,th->ts", torch.einsum("thd,sd->ths", q_index, k_index).relu(), weights)
@@ -65,7 +66,7 @@ class KlProblem:
 
 def random_kl(
     gen: torch.Generator, dtype: torch.dtype, queries: int, keys: int, index_heads: int, index_dim: int, heads: int,
-    dim: int, entries: int,
+    heads_kv: int, dim: int, entries: int,
 ) -> KlProblem:  # fmt: skip
     """On the generator's device; three queries or more."""
     device = gen.device
@@ -74,10 +75,9 @@ def random_kl(
         return torch.randn(shape, generator=gen, device=device)
 
     scale = dim**-0.5
-    q, k = normal(queries, heads, dim).to(dtype), normal(keys, 1, dim).to(dtype)
+    q, k = normal(queries, heads, dim).to(dtype), normal(keys, heads_kv, dim).to(dtype)
     # the lse of attention over all keys, so that heads give different shares to the lists
-    logits = torch.einsum("thd,sd->ths", q.double(), k[:, 0].double()) * scale
-    lse = logits.logsumexp(2).float()
+    lse = (_products(q.double(), k.double()) * scale).logsumexp(2).float()
     lists = torch.randint(-keys // 8, keys, (queries, entries), generator=gen, device=device)
     lists[0] = -1
     lists[1, 3:] = -1
@@ -90,6 +90,11 @@ def random_kl(
     is_listed[lists[lists >= 0]] = True
     k[~is_listed] = k_index[~is_listed] = float("nan")
     return KlProblem(q_index, k_index, weights, q, k, lse, lists, scale, normal(queries))
+
+
+def _products(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """(queries, heads, keys), of each query head with its kv head."""
+    return torch.einsum("tkgd,skd->tkgs", q.unflatten(1, (k.shape[1], -1)), k).flatten(1, 2)
 
 
 def _assert_near(name: str, got: torch.Tensor, want: torch.Tensor, share: float) -> None:

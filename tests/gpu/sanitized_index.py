@@ -39,8 +39,8 @@ BLOCKS = (
     (512, 512, 16, 2, 64, 48, 256, 32, 0.4),
 )
 
-# queries, keys, index heads, index columns, query heads, columns, entries
-LOSSES = ((9, 300, 64, 128, 128, 576, 200), (7, 200, 24, 56, 64, 192, 70))
+# queries, keys, index heads, index columns, query heads, kv heads, columns, entries
+LOSSES = ((9, 300, 64, 128, 128, 1, 576, 200), (7, 200, 24, 56, 64, 1, 192, 70), (6, 150, 8, 128, 32, 4, 128, 90))
 
 Call = tuple[str, Callable[..., torch.Tensor], list[torch.Tensor]]
 

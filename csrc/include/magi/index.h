@@ -235,20 +235,21 @@ MAGI_EXPORT magi_status magi_ffa_indexer_topk(const magi_ffa_indexer_params* par
 /* The divergence of the indexer's softmax from the targets, of the keys in the list of each query.
  * A target is the sum over heads of exp(softmax_scale * q_h . k - lse_h), divided by the sum over
  * the list. q_index (total_q, heads_index, d), k_index (total_k, d) and weights as of
- * magi_ffa_indexer_topk; q (total_q, heads_q, d) and k (total_k, d) are those of attention with one
- * kv head, in the same dtype, up to 128 heads of 576 columns. lists (total_q, max_entries) and
- * counts are as of magi_ffa_index_prepare. Written: targets (total_q, max_entries) float32 before
- * the division, where lists have keys; the divergence, the logsumexp of the scores and the sum of
- * the targets of each query. These are 0, of no meaning and 0 where lse is -inf or the list is
- * empty; then the targets are not written, and nothing else of the query is read. */
+ * magi_ffa_indexer_topk; q (total_q, heads_q, d) and k (total_k, heads_kv * d) are those of
+ * attention in the same dtype, up to 128 query heads and, in all kv heads together, 576 columns, or
+ * 2,304 where up to 16 query heads share a kv head; with several kv heads d is a multiple of 64,
+ * and up to 64 query heads share one. lists (total_q, max_entries) and counts are as of
+ * magi_ffa_index_prepare. Written: targets (total_q, max_entries) float32 before the division,
+ * where lists have keys; the divergence, the logsumexp of the scores and the sum of the targets of
+ * each query. These are 0, of no meaning and 0 where lse is -inf or the list is empty; then the
+ * targets are not written, and nothing else of the query is read. */
 typedef struct {
   int32_t version; /* MAGI_ABI_VERSION */
   int32_t dtype;   /* MAGI_BF16 or MAGI_FP16 */
-  int32_t total_q, total_k, heads_q, head_dim, heads_index, head_dim_index;
+  int32_t total_q, total_k, heads_q, heads_kv, head_dim, heads_index, head_dim_index;
   int32_t max_entries;
   int32_t sm_margin;
   float softmax_scale;
-  int32_t reserved;
   int64_t q_stride_token, q_stride_head, k_stride_token;
   int64_t q_index_stride_token, q_index_stride_head, k_index_stride_token;
   const void *q, *k;

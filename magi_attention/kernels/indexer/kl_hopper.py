@@ -17,7 +17,9 @@ from magi_attention.native.index.abi import SUM_TAIL
 from magi_attention.native.index.calls import IndexLibrary
 
 SHARES_BYTES = 1 << 29  # of dk_index in memory at a time in a fixed order, where those of one query do not take more
-MOST_INDEX_HEADS, MOST_INDEX_DIM, MOST_HEADS, MOST_DIM = 64, 128, 128, 576
+MOST_INDEX_HEADS, MOST_INDEX_DIM, MOST_HEADS = 64, 128, 128
+# Query heads that share a kv head, kv heads, and columns of all of these together, padded to 64 each.
+_TILES = ((16, 36, 2304), (64, 9, 576), (128, 1, 576))
 _empty, _zeros = torch.empty, torch.zeros
 
 
@@ -25,16 +27,22 @@ def library_for(
     q_index: torch.Tensor, k_index: torch.Tensor, q: torch.Tensor, k: torch.Tensor, lists: torch.Tensor | None,
     softcap: float,
 ) -> IndexLibrary | None:  # fmt: skip
-    """The library whose kernels compute this loss; None where plain torch does: without lists, with a softcap, with
-    several kv heads, and where GPU, dtypes or sizes are others, portable kernels are asked for, or none are built."""
-    if lists is None or softcap or k.shape[1] != 1 or not (lists.numel() and len(k)):
+    """The library whose kernels compute this loss; None where plain torch does: without lists, with a softcap, and
+    where GPU, dtypes or sizes are others, portable kernels are asked for, or none are built."""
+    if lists is None or softcap or not (lists.numel() and len(k)):
         return None
     if q_index.dtype not in DTYPES or any(x.dtype != q_index.dtype for x in (k_index, q, k)):
         return None
-    sizes = (*q_index.shape[1:], *q.shape[1:])
-    fits = all(x <= most for x, most in zip(sizes, (MOST_INDEX_HEADS, MOST_INDEX_DIM, MOST_HEADS, MOST_DIM)))
-    is_in_16_bytes = sizes[1] % 8 == 0 and sizes[3] % 8 == 0
-    return library_of(q) if fits and min(sizes) > 0 and is_in_16_bytes else None
+    heads, dim = q_index.shape[1:]
+    fits = 1 <= heads <= MOST_INDEX_HEADS and 8 <= dim <= MOST_INDEX_DIM and dim % 8 == 0
+    return library_of(q) if fits and has_tile(q.shape[1], *k.shape[1:]) else None
+
+
+def has_tile(heads_q: int, heads_kv: int, head_dim: int) -> bool:
+    """Do the queries of one token of such attention fit into a tile of the forward?"""
+    group, columns = heads_q // heads_kv, heads_kv * -(-head_dim // 64) * 64
+    fits = any(group <= most and heads_kv <= kv and columns <= most_columns for most, kv, most_columns in _TILES)
+    return fits and heads_q <= MOST_HEADS and head_dim > 0 and head_dim % (8 if heads_kv == 1 else 64) == 0
 
 
 def is_deterministic() -> bool:
@@ -50,15 +58,16 @@ def forward(
     ``prepare_indices``."""
     queries, device = len(q), q.device
     operands = _Operands(q_index, k_index, weights, lists)
-    q, k, lse = dense(q), dense(k), lse.float().contiguous()
+    q, heads_kv = dense(q), k.shape[1]
+    k, lse = dense(k.flatten(1)[:, None]), lse.float().contiguous()  # kv heads side by side
     divergence, lse_index, mass = (_empty(queries, dtype=torch.float32, device=device) for _ in range(3))
     targets = _empty(lists.shape, dtype=torch.float32, device=device)
     q_strides, k_strides = strides_of(q), strides_of(k)
     library.indexer_kl_fwd(
-        **operands.fields(), heads_q=q.shape[1], head_dim=q.shape[2], softmax_scale=scale, q_stride_token=q_strides[0],
-        q_stride_head=q_strides[1], k_stride_token=k_strides[0], q=q.data_ptr(), k=k.data_ptr(), lse=lse.data_ptr(),
-        targets=targets.data_ptr(), divergence=divergence.data_ptr(), lse_index=lse_index.data_ptr(),
-        mass=mass.data_ptr(), stream=stream,
+        **operands.fields(), heads_q=q.shape[1], heads_kv=heads_kv, head_dim=q.shape[2], softmax_scale=scale,
+        q_stride_token=q_strides[0], q_stride_head=q_strides[1], k_stride_token=k_strides[0], q=q.data_ptr(),
+        k=k.data_ptr(), lse=lse.data_ptr(), targets=targets.data_ptr(), divergence=divergence.data_ptr(),
+        lse_index=lse_index.data_ptr(), mass=mass.data_ptr(), stream=stream,
     )  # fmt: skip
     return divergence, lse_index, mass, targets
 

@@ -89,9 +89,8 @@ class IndexerKlFwdParams(ctypes.Structure):
     """``magi_ffa_indexer_kl_fwd_params``. Strides in elements, addresses as integers."""
 
     _fields_ = fields("""
-        int32 version dtype total_q total_k heads_q head_dim heads_index head_dim_index max_entries sm_margin
+        int32 version dtype total_q total_k heads_q heads_kv head_dim heads_index head_dim_index max_entries sm_margin
         float softmax_scale
-        int32 reserved
         int64 q_stride_token q_stride_head k_stride_token
         int64 q_index_stride_token q_index_stride_head k_index_stride_token
         void* q k lse q_index k_index weights lists counts targets divergence lse_index mass stream

@@ -4,6 +4,7 @@ torch in float64."""
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import pytest
@@ -17,13 +18,16 @@ from magi_attention.testing.indexer_kl import KlProblem, random_kl
 
 SOURCE = Path(__file__).with_name("indexer_kl_on_cpu.cpp")
 BF16, FP16 = torch.bfloat16, torch.float16
-# dtype, queries, keys, index heads, index columns, query heads, columns, entries
+# dtype, queries, keys, index heads, index columns, query heads, kv heads, columns, entries
 CASES = {
-    "64 heads of MLA": (BF16, 5, 300, 64, 128, 64, 576, 200),
-    "128 heads of MLA": (FP16, 4, 200, 64, 128, 128, 576, 130),
-    "columns of 64": (BF16, 7, 90, 64, 64, 32, 128, 64),
-    "3 heads, 24 columns": (FP16, 6, 150, 3, 24, 7, 40, 65),
-    "40 heads, 72 columns": (BF16, 5, 140, 40, 72, 100, 200, 100),
+    "64 heads of MLA": (BF16, 5, 300, 64, 128, 64, 1, 576, 200),
+    "128 heads of MLA": (FP16, 4, 200, 64, 128, 128, 1, 576, 130),
+    "columns of 64": (BF16, 7, 90, 64, 64, 32, 1, 128, 64),
+    "3 heads, 24 columns": (FP16, 6, 150, 3, 24, 7, 1, 40, 65),
+    "40 heads, 72 columns": (BF16, 5, 140, 40, 72, 100, 1, 200, 100),
+    "12 heads on 12": (BF16, 6, 120, 8, 64, 12, 12, 192, 90),
+    "96 heads on 8": (FP16, 4, 130, 16, 32, 96, 8, 128, 70),
+    "60 heads on 3": (BF16, 4, 110, 16, 40, 60, 3, 64, 67),
 }
 
 
@@ -67,7 +71,7 @@ def test_divergences_and_gradients(library, name):
 def test_in_order_the_same_bits(library, name, monkeypatch):
     """Shares of two queries at a time; each call takes another order of threads."""
     of = random_kl(torch.Generator().manual_seed(4), *CASES[name])
-    monkeypatch.setattr(kl_hopper, "SHARES_BYTES", 2 * 4 * CASES[name][-1] * CASES[name][4])
+    monkeypatch.setattr(kl_hopper, "SHARES_BYTES", 2 * 4 * CASES[name][8] * CASES[name][4])
     found = []
     for seed in range(3):
         library.use(1 + seed, seed)
@@ -89,11 +93,29 @@ def test_small_gradients_of_small_weights(library):
     large.check(*wanted)
 
 
+def test_it_takes_what_python_says(library):
+    """Shapes of attention that the library takes are those that ``has_tile`` lets through."""
+    rng = random.Random(7)
+    for _ in range(60):
+        heads_kv = rng.choice((1, 1, 2, 3, 8, 9, 10, 36, 37))
+        heads, dim = heads_kv * rng.choice((1, 3, 16, 17, 64, 65, 128)), rng.choice((40, 64, 128, 192, 576, 584))
+        of = random_kl(torch.Generator().manual_seed(1), BF16, 3, 4, 1, 8, heads, heads_kv, dim, 1)
+        of.lists[:] = -1  # nothing to compute
+        if kl_hopper.has_tile(heads, heads_kv, dim):
+            run(library, of)
+        else:
+            with pytest.raises(AssertionError, match="heads of"):
+                run(library, of)
+
+
 def test_what_it_does_not_take(library):
-    of = random_kl(torch.Generator().manual_seed(6), BF16, 3, 20, 65, 64, 4, 64, 9)
+    of = random_kl(torch.Generator().manual_seed(6), BF16, 3, 20, 65, 64, 4, 1, 64, 9)
     with pytest.raises(AssertionError, match="give 1 to 64 heads"):
         run(library, of)
-    of = random_kl(torch.Generator().manual_seed(6), BF16, 3, 20, 4, 64, 129, 64, 9)
+    of = random_kl(torch.Generator().manual_seed(6), BF16, 3, 20, 4, 64, 129, 1, 64, 9)
     with pytest.raises(AssertionError, match="give 1 to 128 heads"):
+        run(library, of)
+    of = random_kl(torch.Generator().manual_seed(6), BF16, 3, 20, 4, 64, 72, 3, 256, 9)
+    with pytest.raises(AssertionError, match="up to 9 of up to 576 columns in all"):
         run(library, of)
     assert kl_hopper.library_for(of.q_index, of.k_index, of.q, of.k, of.lists, 0.0) is None, "on the CPU"

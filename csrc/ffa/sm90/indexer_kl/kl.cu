@@ -9,7 +9,7 @@
 namespace magi {
 namespace {
 
-constexpr int kMostIndexDim = 128, kMostQueryHeads = 128, kMostDim = 576;
+constexpr int kMostIndexDim = 128;
 
 // `a` are the parameters of either direction, whose head_dim_index is that of the indexer.
 template <typename Params>
@@ -65,14 +65,21 @@ int atoms_of(int32_t head_dim) { return (head_dim + 63) / 64; }
 template <typename T, int kHeads>
 magi_status launch_kl_fwd(const magi_ffa_indexer_kl_fwd_params& a) {
   using C = IndexerKlFwdConfig<T, kHeads>;
+  if (a.heads_kv > C::kMostHeadsKv || a.heads_kv * atoms_of(a.head_dim) > C::kMostAtoms)
+    return fail(MAGI_UNSUPPORTED,
+                "%d kv heads of %d columns: with %d query heads on one, give up to %d of up to %d "
+                "columns in all.",
+                a.heads_kv, a.head_dim, a.heads_q / a.heads_kv, C::kMostHeadsKv,
+                64 * C::kMostAtoms);
   IndexerKlFwdParams k{};
   MAGI_RETURN(set_index(a, &k.index));
   MAGI_RETURN(heads_map(&k.q_map, a.dtype, a.q, a.head_dim, a.heads_q, a.total_q, a.q_stride_token,
                         a.q_stride_head, kHeads, "q"));
-  k.k = gathered_tensor(a.k, a.k_stride_token, 0, a.head_dim);
+  k.k = gathered_tensor(a.k, a.k_stride_token, 0, a.heads_kv * a.head_dim);
   k.lse = a.lse;
   k.scale_log2 = a.softmax_scale * kLog2e;
   k.heads_q = a.heads_q;
+  k.heads_kv = a.heads_kv;
   k.index_atoms = atoms_of(a.head_dim_index);
   k.atoms = atoms_of(a.head_dim);
   k.targets = a.targets;
@@ -107,7 +114,9 @@ magi_status launch_kl_bwd(const magi_ffa_indexer_kl_bwd_params& a) {
 
 template <typename T>
 magi_status choose_kl_fwd(const magi_ffa_indexer_kl_fwd_params& a) {
-  return a.heads_q <= 64 ? launch_kl_fwd<T, 64>(a) : launch_kl_fwd<T, 128>(a);
+  const int group = a.heads_q / a.heads_kv;
+  if (group <= 16) return launch_kl_fwd<T, 16>(a);
+  return group <= 64 ? launch_kl_fwd<T, 64>(a) : launch_kl_fwd<T, 128>(a);
 }
 
 template <typename T>
@@ -124,12 +133,13 @@ magi_status magi_ffa_indexer_kl_fwd(const magi_ffa_indexer_kl_fwd_params* params
   using namespace magi;
   const magi_ffa_indexer_kl_fwd_params& a = *params;
   MAGI_RETURN(check_indexer_kl(a));
-  if (a.heads_q < 1 || a.heads_q > kMostQueryHeads || a.head_dim < 8 || a.head_dim > kMostDim ||
-      a.head_dim % 8 != 0)
-    return fail(MAGI_UNSUPPORTED,
-                "%d query heads of %d columns: give 1 to %d heads and a multiple of 8 up to %d "
-                "columns.",
-                a.heads_q, a.head_dim, kMostQueryHeads, kMostDim);
+  if (a.heads_kv < 1 || a.heads_q < 1 || a.heads_q % a.heads_kv != 0 || a.heads_q > kKlMostHeads ||
+      a.head_dim < 8 || a.head_dim % (a.heads_kv == 1 ? 8 : 64) != 0)
+    return fail(
+        MAGI_UNSUPPORTED,
+        "%d query heads on %d kv heads of %d columns: give 1 to %d heads, a multiple of the "
+        "kv heads, and a multiple of 8 columns, of 64 for several kv heads.",
+        a.heads_q, a.heads_kv, a.head_dim, kKlMostHeads);
   if (a.total_k * (a.k_stride_token / 8) >= 1ll << 32)
     return fail(MAGI_UNSUPPORTED, "%d keys that lie %lld elements apart are too far apart.",
                 a.total_k, static_cast<long long>(a.k_stride_token));

@@ -10,8 +10,9 @@
 
 namespace magi {
 
-constexpr int kKlHeads = 64;  // index heads of a tile; zeros behind those that there are
-constexpr int kKlKeys = 64;   // of a block
+constexpr int kKlHeads = 64;       // index heads of a tile; zeros behind those that there are
+constexpr int kKlMostHeads = 128;  // query heads of attention
+constexpr int kKlKeys = 64;        // of a block
 constexpr uint32_t kKlAtomBytes = kKlKeys * 128;  // 64 rows of 64 columns in shared memory
 
 // What both directions read of the indexer. Lists are those of one kv head.
@@ -29,9 +30,10 @@ struct IndexerKlFwdParams {
   GatheredTensor k;
   const float* lse;  // (queries, heads_q)
   float scale_log2;
-  int32_t heads_q;
-  int32_t index_atoms, atoms;  // 64 columns each, of rows of the indexer and of attention
-  float* targets;              // (queries, max_entries)
+  int32_t heads_q, heads_kv;
+  int32_t index_atoms,
+      atoms;       // 64 columns each, of a row of the indexer and of a head of attention
+  float* targets;  // (queries, max_entries)
   float *divergence, *lse_index, *mass;
 };
 

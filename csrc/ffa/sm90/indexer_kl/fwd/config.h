@@ -7,19 +7,21 @@
 
 namespace magi {
 
-// kHeads: query heads of attention, padded.
+// kHeads: query heads of a kv head of attention, padded.
 template <typename T_, int kHeads_>
 struct IndexerKlFwdConfig {
   using T = T_;
   static constexpr int kHeads = kHeads_;
-  static constexpr int kMostAtoms = 9, kMostIndexAtoms = 2;  // of 64 columns
-  static constexpr int kCtas = 1;                            // on a multiprocessor
+  // Of 64 columns: of all kv heads together, and of the indexer.
+  static constexpr int kMostAtoms = kHeads == 16 ? 36 : 9, kMostIndexAtoms = 2;
+  static constexpr int kMostHeadsKv = kHeads == 128 ? 1 : kMostAtoms;
+  static constexpr int kCtas = 1;  // on a multiprocessor
   static constexpr int kProducers = 128, kConsumers = 256, kWarps = kConsumers / 32;
   static constexpr int kThreads = kProducers + kConsumers;
   // The launch bounds give out 168.
   static constexpr int kConsumerRegisters = 216, kProducerRegisters = 72;
   // A stage has an atom of a block of keys.
-  static constexpr uint32_t kStages = kHeads == 64 ? 16 : 8;
+  static constexpr uint32_t kStages = kHeads == 128 ? 8 : 16;
 
   static constexpr uint32_t kQAtomBytes = kHeads * 128;
   // Offsets from the 1024-byte aligned start.
@@ -27,7 +29,7 @@ struct IndexerKlFwdConfig {
   static constexpr uint32_t kQIndexAt = kQAt + kMostAtoms * kQAtomBytes;
   static constexpr uint32_t kKAt = kQIndexAt + kMostIndexAtoms * kKlAtomBytes;
   static constexpr uint32_t kLseAt = kKAt + kStages * kKlAtomBytes;  // base 2
-  static constexpr uint32_t kWeightsAt = kLseAt + kHeads * 4;
+  static constexpr uint32_t kWeightsAt = kLseAt + kMostHeadsKv * kHeads * 4;
   static constexpr uint32_t kSumsAt = kWeightsAt + kKlHeads * 4;
   static constexpr uint32_t kBarriersAt = kSumsAt + 2 * kWarps * 32;
   static constexpr uint32_t kSmemBytes = kBarriersAt + 8 * (2 * kStages + 4);
@@ -38,7 +40,7 @@ template <typename C>
 struct IndexerKlFwdSmem {
   uint32_t base;  // shared-space address of the 1024-aligned start
 
-  __device__ uint32_t q() const { return base + C::kQAt; }
+  __device__ uint32_t q() const { return base + C::kQAt; }  // kv head by kv head
   __device__ uint32_t q_index() const { return base + C::kQIndexAt; }
   __device__ uint32_t k(uint32_t s) const { return base + C::kKAt + s * kKlAtomBytes; }
   __device__ uint32_t lse() const { return base + C::kLseAt; }

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Forward of the indexer's divergence for sm_90a, of attention with one kv head. A CTA takes query
-// after query. Of a block of 64 listed keys a warpgroup makes the scores of the indexer and the
-// targets, which are the probabilities of attention added over heads: products have keys as rows
-// and heads as columns. Two warpgroups take the blocks in turn, so that one multiplies while the
-// other has exponents to make. Rows come in atoms of 64 columns.
+// Forward of the indexer's divergence for sm_90a. A CTA takes query after query. Of a block of 64
+// listed keys a warpgroup makes the scores of the indexer and the targets, which are the
+// probabilities of attention added over heads: products have keys as rows and heads as columns. Two
+// warpgroups take the blocks in turn, so that one multiplies while the other has exponents to make.
+// Rows come in atoms of 64 columns.
 #pragma once
 
 #include "ffa/sm90/index/mla/gather.cuh"
@@ -21,7 +21,7 @@ namespace magi {
 // is read early.
 template <typename C>
 struct KlQueries {
-  static constexpr int kOfLane = C::kHeads / 32;
+  static constexpr int kOfLane = kKlMostHeads / 32;
 
   const IndexerKlFwdParams& p;
   TileWalk walk;
@@ -58,25 +58,28 @@ struct KlQueries {
   }
 };
 
-// Queries of attention and of the indexer, lse and weights. Heads that there are not get targets of
-// 0 by an lse of infinity.
+// Queries of attention and of the indexer, lse and weights. Rows behind the heads of a kv head get
+// targets of 0 by an lse of infinity.
 template <typename C>
 __device__ __forceinline__ void load_kl_query(const IndexerKlFwdParams& p,
                                               const IndexerKlFwdSmem<C>& smem, int query) {
+  const int group = p.heads_q / p.heads_kv;
   if (threadIdx.x == 0) {
-    mbar_expect(smem.q_full(), p.atoms * C::kQAtomBytes + p.index_atoms * kKlAtomBytes);
+    mbar_expect(smem.q_full(),
+                p.heads_kv * p.atoms * C::kQAtomBytes + p.index_atoms * kKlAtomBytes);
     for (int atom = 0; atom < p.index_atoms; ++atom)
       load_tile_3d(smem.q_index() + atom * kKlAtomBytes, &p.index.q_map, smem.q_full(), atom * 64,
                    0, query, kEvictFirst);
-    for (int atom = 0; atom < p.atoms; ++atom)
-      load_tile_3d(smem.q() + atom * C::kQAtomBytes, &p.q_map, smem.q_full(), atom * 64, 0, query,
-                   kEvictFirst);
+    uint32_t to = smem.q();
+    for (int head = 0; head < p.heads_q; head += group)
+      for (int atom = 0; atom < p.atoms; ++atom, to += C::kQAtomBytes)
+        load_tile_3d(to, &p.q_map, smem.q_full(), atom * 64, head, query, kEvictFirst);
   }
-  const int head = threadIdx.x;
-  if (head < C::kHeads) {
-    const int64_t at = static_cast<int64_t>(query) * p.heads_q + head;
-    const float lse = head < p.heads_q ? __ldg(p.lse + at) * kLog2e : INFINITY;
-    sts_int(smem.lse() + 4 * head, __float_as_int(lse));
+  for (int row = threadIdx.x; row < p.heads_kv * C::kHeads; row += C::kProducers) {
+    const int in_group = row % C::kHeads;
+    const int64_t head = static_cast<int64_t>(query) * p.heads_q + row / C::kHeads * group;
+    const float lse = in_group < group ? __ldg(p.lse + head + in_group) * kLog2e : INFINITY;
+    sts_int(smem.lse() + 4 * row, __float_as_int(lse));
   }
   load_weight(p.index, smem.weights(), query);
   mbar_arrive(smem.q_full());
@@ -116,7 +119,7 @@ __device__ void feed_kl(const IndexerKlFwdParams& p, const IndexerKlFwdSmem<C>& 
 #pragma unroll 1
       for (int atom = 0; atom < p.index_atoms; ++atom) load(index_rows, atom);
 #pragma unroll 1
-      for (int atom = 0; atom < p.atoms; ++atom) load(rows, atom);
+      for (int atom = 0; atom < p.heads_kv * p.atoms; ++atom) load(rows, atom);
     }
     if (left > 0) ask_q();
   }
@@ -142,9 +145,10 @@ struct IndexerKlFwdWorker {
   }
 
   // x = keys heads^T, of the next `atoms` atoms of keys. `q`: rows of kN heads in atoms, too.
-  // kIsLast: of the block.
-  template <int kN, bool kIsLast>
-  __device__ __forceinline__ void multiply(float (&x)[kN / 2], uint32_t q, int atoms) {
+  // `is_last`: the block has no more.
+  template <int kN>
+  __device__ __forceinline__ void multiply(float (&x)[kN / 2], uint32_t q, int atoms,
+                                           bool is_last) {
     using Mma = Wgmma<T, kN, 0>;
     const uint32_t b = uniform(operand_low(q, 16));
 #pragma unroll 1
@@ -164,7 +168,7 @@ struct IndexerKlFwdWorker {
       wgmma_wait<1>();
       release(smem.k_empty((read - 1) % C::kStages));
     }
-    if constexpr (kIsLast) release(smem.turn(group ^ 1));
+    if (is_last) release(smem.turn(group ^ 1));
     wgmma_wait<0>();
     keep_in_place(x);
     release(smem.k_empty((read - 1) % C::kStages));
@@ -172,21 +176,26 @@ struct IndexerKlFwdWorker {
 
   __device__ __forceinline__ void make_scores(float (&scores)[2]) {
     float dots[kKlHeads / 2];
-    multiply<kKlHeads, false>(dots, smem.q_index(), p.index_atoms);
+    multiply<kKlHeads>(dots, smem.q_index(), p.index_atoms, false);
     add_up_heads(dots, smem.weights(), scores);
   }
 
   __device__ __forceinline__ void make_targets(float (&targets)[2]) {
-    float s[C::kHeads / 2];
-    multiply<C::kHeads, true>(s, smem.q(), p.atoms);
     targets[0] = targets[1] = 0.f;
+#pragma unroll 1
+    for (int kv_head = 0; kv_head < p.heads_kv; ++kv_head) {
+      float s[C::kHeads / 2];
+      multiply<C::kHeads>(s, smem.q() + kv_head * p.atoms * C::kQAtomBytes, p.atoms,
+                          kv_head == p.heads_kv - 1);
+      const uint32_t rows = smem.lse() + 4 * (kv_head * C::kHeads + 2 * (threadIdx.x % 4));
 #pragma unroll
-    for (int j = 0; j < C::kHeads / 8; ++j) {
-      const float2 lse = lds_float2(smem.lse() + 4 * (8 * j + 2 * (threadIdx.x % 4)));
+      for (int j = 0; j < C::kHeads / 8; ++j) {
+        const float2 lse = lds_float2(rows + 32 * j);
 #pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        targets[r] += exp2_fast(s[4 * j + 2 * r] * p.scale_log2 - lse.x);
-        targets[r] += exp2_fast(s[4 * j + 2 * r + 1] * p.scale_log2 - lse.y);
+        for (int r = 0; r < 2; ++r) {
+          targets[r] += exp2_fast(s[4 * j + 2 * r] * p.scale_log2 - lse.x);
+          targets[r] += exp2_fast(s[4 * j + 2 * r + 1] * p.scale_log2 - lse.y);
+        }
       }
     }
 #pragma unroll
@@ -198,7 +207,7 @@ struct IndexerKlFwdWorker {
   __device__ __forceinline__ void block(KlTotals& totals, int query, int first, int count) {
     const uint32_t number = blocks++;
     if (number % 2 != group) {
-      read += p.index_atoms + p.atoms;
+      read += p.index_atoms + p.heads_kv * p.atoms;
       return;
     }
     mbar_wait(smem.turn(group), (number / 2 & 1) ^ (group == 0));
