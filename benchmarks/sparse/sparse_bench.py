@@ -46,7 +46,10 @@ class SparseResult(Result):
     density: float = 0.0
 
 
-PARTS = {"indexer": ("indexer_bench", "the best keys of an indexer, beside cuDNN")}
+PARTS = {
+    "indexer": ("indexer_bench", "the best keys of an indexer, beside cuDNN"),
+    "indexer_kl": ("indexer_kl_bench", "the loss of an indexer, beside the backward of attention"),
+}
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -127,9 +127,16 @@ def indexer_kl(
     to the owners of its rows. Add up the divergences of all ranks.
 
     Returns ``(T,)`` in float32 (float64 for float64 inputs), 0 where lse is -inf, as of pad rows, or no key is visible;
-    the report's loss is its sum. Gradients of q_index, k_index and weights are computed block by block from the
-    inputs, the same bits on every run. Neither pass holds T x S or T x N x D numbers, in plain PyTorch on any device.
-    Under ``torch.compile(fullgraph=True)`` it is one custom op; with ``plan`` it breaks the graph.
+    the report's loss is its sum. Gradients of q_index, k_index and weights are computed block by block, and neither
+    pass holds T x S or T x N x D numbers. Under ``torch.compile(fullgraph=True)`` it is one custom op; with ``plan`` it
+    breaks the graph.
+
+    On Hopper GPUs kernels take 16-bit inputs of one dtype with ``indices`` and no softcap, of up to 64 index heads of
+    128 columns, and attention of up to 128 heads on one kv head of 576 columns, or on several. The forward then leaves
+    ``4 * T * N`` bytes for the backward. What queries add to the gradient of k_index is added in any order there, and
+    in a fixed one under ``torch.use_deterministic_algorithms(True)`` or ``MAGI_ATTENTION_DETERMINISTIC_MODE=1``, which
+    takes as much memory as the lists and 1.2 GB. All else has the same bits on every run. Plain PyTorch computes all
+    other problems, on any device.
 
     ``ContractError`` for tensors that do not fit together, for lists and masks in one call, and for entries beyond the
     keys (on a GPU these are none).

@@ -28,6 +28,10 @@ class KlProblem:
     def scaled(self, grad: float) -> KlProblem:
         return replace(self, grad=self.grad * grad)
 
+    def of_queries(self, rows: torch.Tensor | slice) -> KlProblem:
+        names = ("q_index", "weights", "q", "lse", "lists", "grad")
+        return replace(self, **{name: getattr(self, name).detach()[rows] for name in names})
+
     def truth(self) -> tuple[torch.Tensor, ...]:
         """Divergences and gradients of q_index, k_index and weights in float64, by the definition, from a matrix of
         all queries and keys."""
@@ -57,9 +61,9 @@ class KlProblem:
     def check(self, divergence: torch.Tensor, *grads: torch.Tensor) -> None:
         """Asserts that these are what products of 16-bit numbers explain."""
         want, *wanted = self.truth()
-        _assert_near("divergence", divergence, want, 1e-4)
+        assert_near("divergence", divergence, want, 1e-4)
         for name, got, of in zip(("dq_index", "dk_index", "dweights"), grads, wanted):
-            _assert_near(name, got, of, 1e-2)
+            assert_near(name, got, of, 1e-2)
         unlisted = (wanted[1] == 0).all(1)
         assert not grads[1][unlisted].any(), "a key that nobody lists has a gradient"
 
@@ -97,11 +101,12 @@ def _products(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     return torch.einsum("tkgd,skd->tkgs", q.unflatten(1, (k.shape[1], -1)), k).flatten(1, 2)
 
 
-def _assert_near(name: str, got: torch.Tensor, want: torch.Tensor, share: float) -> None:
+def assert_near(name: str, got: torch.Tensor, want: torch.Tensor, share: float) -> None:
+    """All within a share of the largest."""
     assert got.isfinite().all(), f"{name} is not finite"
     off = float((got.double() - want).abs().max())
     allowed = 1e-6 + share * float(want.abs().max())
     assert off <= allowed, f"{name} is off by {off}, allowed {allowed}"
 
 
-__all__ = ["KlProblem", "random_kl"]
+__all__ = ["KlProblem", "assert_near", "random_kl"]
