@@ -29,7 +29,7 @@ def library_for(
 ) -> IndexLibrary | None:  # fmt: skip
     """The library whose kernels compute this loss; None where plain torch does: without lists, with a softcap, and
     where GPU, dtypes or sizes are others, portable kernels are asked for, or none are built."""
-    if lists is None or softcap or not (lists.numel() and len(k)):
+    if lists is None or softcap or not q.is_cuda or not (lists.numel() and len(k)):
         return None
     if q_index.dtype not in DTYPES or any(x.dtype != q_index.dtype for x in (k_index, q, k)):
         return None
