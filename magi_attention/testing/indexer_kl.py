@@ -61,9 +61,12 @@ class KlProblem:
     def check(self, divergence: torch.Tensor, *grads: torch.Tensor) -> None:
         """Asserts that these are what products of 16-bit numbers explain."""
         want, *wanted = self.truth()
+        # A list of one key has no gradient; the rounding of its share of 1 in float32 gives a weight this one.
+        longest = [x.float().nan_to_num().norm(dim=-1).max() for x in (self.q_index, self.k_index, self.grad[:, None])]
+        noise = 2**-23 * float(torch.stack(longest).prod())
         assert_near("divergence", divergence, want, 1e-4)
         for name, got, of in zip(("dq_index", "dk_index", "dweights"), grads, wanted):
-            assert_near(name, got, of, 1e-2)
+            assert_near(name, got, of, 1e-2, 1e-6 + noise)
         unlisted = (wanted[1] == 0).all(1)
         assert not grads[1][unlisted].any(), "a key that nobody lists has a gradient"
 
@@ -101,11 +104,11 @@ def _products(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     return torch.einsum("tkgd,skd->tkgs", q.unflatten(1, (k.shape[1], -1)), k).flatten(1, 2)
 
 
-def assert_near(name: str, got: torch.Tensor, want: torch.Tensor, share: float) -> None:
-    """All within a share of the largest."""
+def assert_near(name: str, got: torch.Tensor, want: torch.Tensor, share: float, least: float = 1e-6) -> None:
+    """All within a share of the largest, and ``least``."""
     assert got.isfinite().all(), f"{name} is not finite"
     off = float((got.double() - want).abs().max())
-    allowed = 1e-6 + share * float(want.abs().max())
+    allowed = least + share * float(want.abs().max())
     assert off <= allowed, f"{name} is off by {off}, allowed {allowed}"
 
 

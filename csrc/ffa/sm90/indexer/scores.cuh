@@ -53,9 +53,9 @@ struct IndexerSmem {
   }
 };
 
-// The work items of a CTA: span by span of the keys, and in each from the last queries on, which see
-// most keys of a causal mask. Rounds go forward and backward in turn, so that no CTA has the longest
-// item of each. A whole warp asks for them. What the next item needs is read early.
+// The work items of a CTA: span by span of the keys, and in each from the last queries on, which
+// see most keys of a causal mask. Rounds go forward and backward in turn, so that no CTA has the
+// longest item of each. A whole warp asks for them. What the next item needs is read early.
 template <typename C>
 struct IndexerItems {
   const IndexerParams& p;

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "device/async_copy.cuh"
+#include "device/mbarrier.cuh"
 #include "ffa/sm90/index/key_lists.h"
 
 namespace magi {
@@ -16,12 +17,13 @@ struct LatentGather {
 
   const KeyList& list;
   const GatheredTensor& tensor;
-  const int row, piece;  // the first of this lane's rows, and which 16 bytes of 128
-  int first = 0;         // place of the block in the list
-  int entries[kOfLane];  // of the block that comes next
-  const uint8_t* from[kOfLane];
-  uint32_t exist;  // bit i: row i of the lane has a key
-  uint32_t to;     // where this lane's piece of its first row lies in an atom
+  const int row, piece;     // the first of this lane's rows, and which 16 bytes of 128
+  int first = 0;            // place of the block in the list
+  int entries[kOfLane];     // of the block that comes next
+  uint32_t units[kOfLane];  // where rows begin, in 16 bytes
+  const uint8_t* head;      // row 0 of the kv head
+  uint32_t exist;           // bit i: row i of the lane has a key
+  uint32_t to;              // where this lane's piece of its first row lies in an atom
 
   __device__ LatentGather(const KeyList& l, const GatheredTensor& t, int thread)
       : list(l), tensor(t), row(thread / 8), piece(thread % 8) {
@@ -40,29 +42,56 @@ struct LatentGather {
   // The keys of a block are the next ones to be loaded, and those behind them are asked for.
   __device__ __forceinline__ void next_block(int kv_head) {
     exist = 0;
+    head = tensor.rows + kv_head * tensor.head_bytes;
 #pragma unroll
     for (int i = 0; i < kOfLane; ++i) {
       const int key = list.key_of(entries[i], place(i));
       if (key >= 0) exist |= 1u << i;
-      const uint32_t units = key >= 0 ? key * tensor.token_units : 0;
-      from[i] = tensor.rows + kv_head * tensor.head_bytes + 16ull * units;
+      units[i] = key >= 0 ? key * tensor.token_units : 0;
     }
     first += kRows;
     ask();
   }
 
-  // Starts the copies of some atoms of 64 columns of the block; zeros where there is no key, and
-  // behind the end of a row.
-  __device__ __forceinline__ void load(uint32_t slot, int first_atom, int end_atom) const {
-#pragma unroll 1
-    for (int atom = first_atom; atom < end_atom; ++atom) {
-      const int chunk = atom * 8 + piece;
-      const bool inside = chunk < tensor.chunks;
+  // All parts of a block of C, each once its room is empty: `empty(part)` and `full(part)` are its
+  // barriers.
+  template <typename C, int kPart = 0, typename Empty, typename Full>
+  __device__ __forceinline__ void load_parts(uint32_t slot, uint32_t phase, const Empty& empty,
+                                             const Full& full) const {
+    mbar_wait(empty(kPart), phase ^ 1);
+    load<C::part_begin(kPart), C::part_end(kPart)>(slot);
+    async_copies_arrive(full(kPart));
+    if constexpr (kPart + 1 < C::kParts) load_parts<C, kPart + 1>(slot, phase, empty, full);
+  }
+
+  // Starts the copies of atoms of 64 columns of the block. Where rows have all of these columns,
+  // addresses are a sum with a constant each: a producer that computes them is behind the tensor
+  // cores.
+  template <int kFirst, int kEnd>
+  __device__ __forceinline__ void load(uint32_t slot) const {
+    if (tensor.chunks >= 8 * kEnd) {
 #pragma unroll
-      for (int i = 0; i < kOfLane; ++i)
-        async_copy_16_or_zero(slot + atom * kAtomBytes + kAtomBytes / kOfLane * i + to,
-                              from[i] + (inside ? chunk * 16 : 0), inside && (exist >> i & 1));
+      for (int i = 0; i < kOfLane; ++i) {
+#pragma unroll
+        for (int atom = kFirst; atom < kEnd; ++atom)
+          async_copy_16_or_zero(slot + to + i * (kAtomBytes / kOfLane) + atom * kAtomBytes,
+                                head + 16ull * (units[i] + piece) + atom * 128, exist >> i & 1);
+      }
+    } else {
+#pragma unroll 1
+      for (int atom = kFirst; atom < kEnd; ++atom) load_atom(slot, atom);
     }
+  }
+
+  // One atom; zeros where there is no key, and behind the end of a row.
+  __device__ __forceinline__ void load_atom(uint32_t slot, int atom) const {
+    const int chunk = atom * 8 + piece;
+    const bool inside = chunk < tensor.chunks;
+#pragma unroll
+    for (int i = 0; i < kOfLane; ++i)
+      async_copy_16_or_zero(slot + to + i * (kAtomBytes / kOfLane) + atom * kAtomBytes,
+                            head + 16ull * (units[i] + (inside ? chunk : 0)),
+                            inside && (exist >> i & 1));
   }
 };
 

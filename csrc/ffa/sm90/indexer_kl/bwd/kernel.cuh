@@ -50,7 +50,7 @@ __device__ void feed_indexer_bwd(const IndexerKlBwdParams& p, const IndexerKlBwd
     for (; !rows.is_over(); ks.advance()) {
       rows.next_block(0);
       mbar_wait(smem.k_empty(ks.stage), ks.phase ^ 1);
-      rows.load(smem.k(ks.stage), 0, C::kAtoms);
+      rows.template load<0, C::kAtoms>(smem.k(ks.stage));
       async_copies_arrive(smem.k_full(ks.stage));
     }
   }

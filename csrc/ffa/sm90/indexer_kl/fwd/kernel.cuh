@@ -107,7 +107,7 @@ __device__ void feed_kl(const IndexerKlFwdParams& p, const IndexerKlFwdSmem<C>& 
     const auto load = [&](const LatentGather& from, int atom) {
       const uint32_t stage = loaded % C::kStages;
       mbar_wait(smem.k_empty(stage), (loaded / C::kStages & 1) ^ 1);
-      from.load(smem.k(stage) - atom * kKlAtomBytes, atom, atom + 1);
+      from.load_atom(smem.k(stage) - atom * kKlAtomBytes, atom);
       async_copies_arrive(smem.k_full(stage));
       ++loaded;
       if (left > 0 && --left == 0) ask_q();

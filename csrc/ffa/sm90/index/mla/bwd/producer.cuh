@@ -51,12 +51,9 @@ __device__ void feed_latents(const IndexBwdParams& p, const MlaBwdSmem<C>& smem)
     __syncwarp();
     for (LatentGather rows(list, p.k, threadIdx.x); !rows.is_over(); k_phase ^= 1) {
       rows.next_block(item.tile.kv_head);
-#pragma unroll
-      for (int part = 0; part < C::kParts; ++part) {
-        mbar_wait(smem.k_empty(part), k_phase ^ 1);
-        rows.load(smem.k(), C::part_begin(part), C::part_end(part));
-        async_copies_arrive(smem.k_full(part));
-      }
+      rows.template load_parts<C>(
+          smem.k(), k_phase, [&](int part) { return smem.k_empty(part); },
+          [&](int part) { return smem.k_full(part); });
     }
   }
   async_copies_wait_all();

@@ -45,12 +45,9 @@ __device__ void feed_latents(const IndexFwdParams& p, const MlaFwdSmem<C>& smem)
       const uint32_t stage = block % C::kStages;
       const uint32_t phase = stage == 0 ? phases[0] : phases[1];
       rows.next_block(item.tile.kv_head);
-#pragma unroll
-      for (int part = 0; part < C::kParts; ++part) {
-        mbar_wait(smem.k_empty(stage, part), phase ^ 1);
-        rows.load(smem.k(stage), C::part_begin(part), C::part_end(part));
-        async_copies_arrive(smem.k_full(stage, part));
-      }
+      rows.template load_parts<C>(
+          smem.k(stage), phase, [&](int part) { return smem.k_empty(stage, part); },
+          [&](int part) { return smem.k_full(stage, part); });
       phases[0] ^= stage == 0;
       phases[1] ^= stage == 1;
       if (block == min(blocks, C::kStages) - 1) ask_q();
