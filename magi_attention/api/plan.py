@@ -30,7 +30,7 @@ from magi_attention.api.compiled.rows import (
     compiled_shard,
 )
 from magi_attention.api.planning.balance_hint import advise_other_mask
-from magi_attention.api.policy import policy_from_flags
+from magi_attention.api.policy import policy_of_environment
 from magi_attention.comm.collectives.hierarchical import join_nodes
 from magi_attention.comm.transport.base import SingleTransport
 from magi_attention.comm.transport.torch import as_transport
@@ -253,7 +253,7 @@ class Plan(meta_plan.Plan):
 
     def _runtime(self, group: Any, policy: AttnPolicy | None) -> AttnRuntime:
         layout = self._layout(group)
-        policy, hierarchy = policy or policy_from_flags(RuntimeFlags.from_env()), None
+        policy, hierarchy = policy or policy_of_environment(), None
         if policy.hierarchical and layout.transport.size > 1:
             hierarchy = join_nodes(layout.transport, policy.node_sizes, comm.launcher_node())
         key = (layout.transport, policy, hierarchy)

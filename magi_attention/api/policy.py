@@ -3,13 +3,11 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
+from magi_attention.env import registry
 from magi_attention.env.snapshot import RuntimeFlags
 from magi_attention.functional.policy import AttnPolicy
 
 
-@lru_cache(maxsize=64)  # attend asks in every call
 def policy_from_flags(flags: RuntimeFlags) -> AttnPolicy:
     """The runtime's policy for one key; later changes of the environment do not reach it."""
     return AttnPolicy(
@@ -31,3 +29,24 @@ def policy_from_flags(flags: RuntimeFlags) -> AttnPolicy:
         node_transport=flags.node_transport,
         head_chunks=flags.head_chunks,
     )
+
+
+class PolicyOfEnvironment:
+    """The policy that the environment asks for now, to be called. It is made anew when a variable has another value:
+    ``attend`` asks in every call, and to read all variables takes longer than to launch a kernel."""
+
+    def __init__(self) -> None:
+        self._read = registry.watch(*registry.names_in(registry.GENERAL, registry.COMMUNICATION))
+        self._made_of: tuple[object, ...] | None = None
+        self._policy = AttnPolicy()
+
+    def __call__(self) -> AttnPolicy:
+        """``ValueError`` or ``ContractError`` if a variable makes no sense."""
+        values = self._read()
+        if values != self._made_of:
+            self._policy = policy_from_flags(RuntimeFlags.from_env())
+            self._made_of = values
+        return self._policy
+
+
+policy_of_environment = PolicyOfEnvironment()

@@ -80,7 +80,8 @@ def _int(name: str, section: str, doc: str, default: int | None, minimum: int, e
     return Variable(name, "int", default, section, doc, minimum=minimum, has_effect=effect)
 
 
-_G, _C, _J, _B, _T = "general", "communication", "kernels and JIT", "build", "tests and benchmarks"
+GENERAL, COMMUNICATION = "general", "communication"
+_G, _C, _J, _B, _T = GENERAL, COMMUNICATION, "kernels and JIT", "build", "tests and benchmarks"
 _L = "launcher"
 _NODE_TRANSPORTS = ("auto", "nvshmem", "gin", "all_to_all")
 _LEVELS = ("DEBUG", "INFO", "WARN", "WARNING", "ERROR", "CRITICAL")
@@ -218,6 +219,11 @@ def watch(*names: str) -> Callable[[], tuple[str | bytes | None, ...]]:
     except UnsupportedError:
         data, keys = os.environ, tuple(VARIABLES[name].name for name in names)
     return lambda: tuple(map(data.get, keys))
+
+
+def names_in(*sections: str) -> tuple[str, ...]:
+    """The registered variables of these sections."""
+    return tuple(v.name for v in _ALL if v.section in sections)
 
 
 def check_unknown(environ: Mapping[str, str] | None = None) -> list[str]:

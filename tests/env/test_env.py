@@ -11,6 +11,7 @@ import pytest
 
 import magi_attention
 from magi_attention import env
+from magi_attention.api.policy import PolicyOfEnvironment, policy_from_flags
 from magi_attention.common.enum import MagiAttentionKernelBackend as Backend
 from magi_attention.common.enum import MagiAttentionPrecision as Precision
 from magi_attention.env import registry
@@ -299,3 +300,27 @@ def test_one_launch_where_it_can_be_unless_something_is_said(monkeypatch):
         monkeypatch.setenv("MAGI_ATTENTION_NATIVE_GRPCOLL", text)
         assert RuntimeFlags.from_env().stage_mode == mode
     check_flag_comb(replace(RuntimeFlags.from_env(), native_grpcoll=True, deterministic=True), uneven_shard=True)
+
+
+@pytest.mark.parametrize("name", registry.names_in(registry.GENERAL, registry.COMMUNICATION, "kernels and JIT"))
+def test_the_policy_follows_every_variable(name, monkeypatch):
+    """Also one that is set, edited and taken away after the first call."""
+    variable, ask = registry.VARIABLES[name], PolicyOfEnvironment()
+    numbers, texts = ("3", "2"), ("4", "2,2")
+    texts = {"flag": ("1", "0"), "int": numbers, "choice": variable.choices, "level": ("INFO",), "text": texts}
+    before = ask()
+    for text in texts[variable.kind]:
+        monkeypatch.setenv(name, text)
+        assert ask() == policy_from_flags(RuntimeFlags.from_env()), text
+        assert ask() is ask()
+    monkeypatch.delenv(name)
+    assert ask() == before
+
+
+def test_the_policy_of_an_environment_that_makes_no_sense(monkeypatch):
+    ask = PolicyOfEnvironment()
+    ask()
+    monkeypatch.setenv("MAGI_ATTENTION_HEAD_CHUNKS", "none")
+    for _ in range(2):
+        with pytest.raises(ValueError, match="HEAD_CHUNKS"):
+            ask()

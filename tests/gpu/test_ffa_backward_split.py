@@ -219,7 +219,7 @@ def test_a_plan_of_other_shapes_gives_nan(monkeypatch):
 
 def test_rows_with_delta_given_and_without_out():
     """What a call of the runtime gives: delta in place of out, and gradients in float32."""
-    lengths, kind, heads, *_ = SPLIT_CASES["two tiles by queries"]
+    lengths, kind, heads, *_ = SPLIT_CASES["a tile by queries"]
     slices = masks.varlen([0, *np.cumsum(lengths).tolist()], kind).array
     x = make_inputs(6, slices, sum(lengths), sum(lengths), heads, (128, 128), torch.bfloat16, DEVICE)
     ffa, dout = FfaBackend(), make_dout(x, 6)

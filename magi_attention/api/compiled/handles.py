@@ -19,11 +19,10 @@ import torch
 import torch.distributed as dist
 
 from magi_attention.api.keys.manager import DistAttnRuntimeDict, RuntimeManager
-from magi_attention.api.policy import policy_from_flags
+from magi_attention.api.policy import policy_of_environment
 from magi_attention.comm.transport.base import Transport
 from magi_attention.comm.transport.torch import as_transport
 from magi_attention.env import general
-from magi_attention.env.snapshot import RuntimeFlags
 from magi_attention.errors import ContractError, UnknownKeyError
 from magi_attention.functional.policy import AttnPolicy
 from magi_attention.functional.runtime import AttnRuntime
@@ -142,7 +141,7 @@ def _rank_in(name: str) -> int:
 
 @_assume_constant_result
 def _policy_of_environment() -> tuple[int, bool, torch.dtype | None]:
-    return _numbered(policy_from_flags(RuntimeFlags.from_env()))
+    return _numbered(policy_of_environment())
 
 
 @_assume_constant_result

@@ -10,12 +10,11 @@ from typing import Any
 import torch
 
 from magi_attention.api.plan import Plan, make_plan
-from magi_attention.api.policy import policy_from_flags
+from magi_attention.api.policy import policy_of_environment
 from magi_attention.comm.transport.base import SingleTransport
 from magi_attention.comm.transport.torch import as_transport
 from magi_attention.common.mask import Mask
 from magi_attention.config import DistAttnConfig
-from magi_attention.env.snapshot import RuntimeFlags
 from magi_attention.functional import ahead
 from magi_attention.functional.policy import AttnPolicy
 from magi_attention.kernels import default_registry
@@ -77,7 +76,7 @@ def kernel_tiles(
     num_heads_q, num_heads_kv, head_dim = check_heads(num_heads_q, num_heads_kv, head_dim)
     is_single = group is None and not (torch.distributed.is_available() and torch.distributed.is_initialized())
     transport = SingleTransport() if is_single else as_transport(group)
-    policy = policy or policy_from_flags(RuntimeFlags.from_env())
+    policy = policy or policy_of_environment()
     heads, head_dims = (num_heads_q, num_heads_kv), (head_dim, head_dim if head_dim_v is None else head_dim_v)
     at = torch.device(device)
     return ahead.kernel_tiles(at, dtype, heads, head_dims, softcap, transport, default_registry(), policy)
