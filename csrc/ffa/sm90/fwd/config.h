@@ -32,13 +32,6 @@ constexpr int fwd_keys(int head_dim_v, bool plain, bool dropout, int groups) {
   return plain ? 128 : dropout ? 96 : 112;
 }
 
-// Sets of registers for P. With two, P never waits for the output of the block before; the stage of
-// V is then released a block later, so one more keeps the copies ahead. With three warpgroups the
-// others keep the tensor cores busy meanwhile.
-constexpr int fwd_packed_sets(int head_dim_v, bool dropout, int groups) {
-  return groups < fwd_groups(head_dim_v) && !dropout ? 2 : 1;
-}
-
 // Keys of a small block, for masks whose key intervals are short: blocks that fill registers leave
 // more of themselves unused there.
 constexpr int kSmallBlockN = 64;
@@ -48,8 +41,7 @@ constexpr int kBlockCost = 36;
 
 template <typename T_, int kD_, int kDv_, bool kPlain_, bool kDropout_ = false,
           int kGroups_ = fwd_groups(kDv_),
-          int kMostKeys = fwd_keys(kDv_, kPlain_, kDropout_, kGroups_),
-          int kPackedSets_ = fwd_packed_sets(kDv_, kDropout_, kGroups_)>
+          int kMostKeys = fwd_keys(kDv_, kPlain_, kDropout_, kGroups_), int kPackedSets_ = 1>
 struct FwdConfig {
   using T = T_;
   static constexpr int kD = kD_;                 // head dim of q and k, padded to 32
@@ -64,6 +56,8 @@ struct FwdConfig {
   static constexpr int kGroups = kGroups_;
   static constexpr int kBlockM = 64 * kGroups;
   static constexpr int kKStages = 2;
+  // Sets of registers for P. With two, P never waits for the output of the block before; the stage
+  // of V is then released a block later, so one more keeps the copies ahead.
   static constexpr int kPackedSets = kPackedSets_;
   static constexpr int kVStages = 1 + kPackedSets;
   static constexpr int kQStages = kD <= 128 ? 2 : 1;
@@ -106,8 +100,8 @@ struct FwdConfig {
 
 // The same with small key blocks.
 template <typename C>
-struct SmallBlocks : FwdConfig<typename C::T, C::kD, C::kDv, C::kPlain, C::kDropout, C::kGroups,
-                               kSmallBlockN, C::kPackedSets> {
+struct SmallBlocks
+    : FwdConfig<typename C::T, C::kD, C::kDv, C::kPlain, C::kDropout, C::kGroups, kSmallBlockN> {
   static constexpr int kKvMaps = 1;
 };
 

@@ -7,7 +7,6 @@
 
 #include "magi/abi.h"
 #include "device/mbarrier.cuh"
-#include "device/ring.cuh"
 #include "device/tma.cuh"
 #include "device/shared.cuh"
 #include "ffa/sm90/fwd/config.h"
@@ -74,31 +73,13 @@ struct FwdSmem {
   }
 };
 
-// Where a role is in the rings of K and V, where both have two stages, in one register.
+// Where a role is in the rings of K and V, which have two stages each, in one register.
 struct KvRing {
   uint32_t blocks = 0;  // so far
 
   __device__ __forceinline__ uint32_t stage() const { return blocks & 1; }
   __device__ __forceinline__ uint32_t phase() const { return blocks >> 1 & 1; }
   __device__ __forceinline__ void advance() { ++blocks; }
-};
-
-// Where the producer is in both rings.
-template <typename C>
-struct ProducerRings {
-  KvRing k;
-  Ring<C::kVStages> v;  // where V has more stages
-
-  __device__ __forceinline__ uint32_t v_stage() const {
-    return C::kVStages == 2 ? k.stage() : v.stage;
-  }
-  __device__ __forceinline__ uint32_t v_phase() const {
-    return C::kVStages == 2 ? k.phase() : v.phase;
-  }
-  __device__ __forceinline__ void advance() {
-    k.advance();
-    if constexpr (C::kVStages > 2) v.advance();
-  }
 };
 
 // One lane, see tile_scheduler.cuh. With keys of other ranks it also says when this CTA needs no
@@ -137,7 +118,7 @@ constexpr int kBlocksAfterIssued = 4;
 template <typename C>
 __device__ void copy_tiles(const FwdKernelParams& p, const FwdSmem<C>& smem) {
   PipelineState state;
-  ProducerRings<C> rings;
+  KvRing kv;
   int arrived = 0;  // stages of remote keys
   while (true) {
     mbar_wait(smem.work_full(state.work_stage()), state.work_phase());
@@ -180,23 +161,22 @@ __device__ void copy_tiles(const FwdKernelParams& p, const FwdSmem<C>& smem) {
           if (k0 >= 0) wait_for_tile(p.remote, k0 / kRemoteTile, arrived);
           wait_for_tile(p.remote, (k0 + C::kBlockN - 1) / kRemoteTile, arrived);
         }
-        mbar_wait(smem.k_empty(rings.k.stage()), rings.k.phase() ^ 1);
-        mbar_expect(smem.k_full(rings.k.stage()), C::kKBytes);
+        mbar_wait(smem.k_empty(kv.stage()), kv.phase() ^ 1);
+        mbar_expect(smem.k_full(kv.stage()), C::kKBytes);
 #pragma unroll
         for (int d = 0; d < C::kAtoms; ++d)
-          load_tile_3d(smem.k(rings.k.stage()) + d * C::kBlockN * 128,
-                       is_remote ? &p.remote.k_map : &p.k_maps[C::kKvMaps],
-                       smem.k_full(rings.k.stage()), d * 64, k0, kv_head, kEvictLast);
-        mbar_wait(smem.v_empty(rings.v_stage()), rings.v_phase() ^ 1);
-        const uint32_t arrival =
-            clears ? smem.v_raw(rings.v_stage()) : smem.v_full(rings.v_stage());
+          load_tile_3d(smem.k(kv.stage()) + d * C::kBlockN * 128,
+                       is_remote ? &p.remote.k_map : &p.k_maps[C::kKvMaps], smem.k_full(kv.stage()),
+                       d * 64, k0, kv_head, kEvictLast);
+        mbar_wait(smem.v_empty(kv.stage()), kv.phase() ^ 1);
+        const uint32_t arrival = clears ? smem.v_raw(kv.stage()) : smem.v_full(kv.stage());
         mbar_expect(arrival, C::kVBytes);
 #pragma unroll
         for (int d = 0; d < C::kAtomsV; ++d)
-          load_tile_3d(smem.v(rings.v_stage()) + d * C::kBlockN * 128,
+          load_tile_3d(smem.v(kv.stage()) + d * C::kBlockN * 128,
                        is_remote ? &p.remote.v_map : &p.v_maps[C::kKvMaps], arrival, d * 64, k0,
                        kv_head, kEvictLast);
-        rings.advance();
+        kv.advance();
       }
     }
     if (!issued) mbar_arrive(smem.issued());
@@ -211,7 +191,7 @@ __device__ void copy_tiles(const FwdKernelParams& p, const FwdSmem<C>& smem) {
 template <typename C>
 __device__ void zero_masked_rows(const FwdKernelParams& p, const FwdSmem<C>& smem, int lane) {
   PipelineState state;
-  ProducerRings<C> rings;
+  KvRing kv;
   uint32_t raw_phases = 0;  // v_raw moves only where it is used, so each stage keeps its own phase
   while (true) {
     mbar_wait(smem.work_full(state.work_stage()), state.work_phase());
@@ -225,8 +205,8 @@ __device__ void zero_masked_rows(const FwdKernelParams& p, const FwdSmem<C>& sme
       const bool clears = lds_int(at + 16) != 0;
       for (int k1 = visit.y; k1 > visit.x; k1 -= C::kBlockN) {
         if (clears) {
-          mbar_wait(smem.v_raw(rings.v_stage()), raw_phases >> rings.v_stage() & 1);
-          raw_phases ^= 1u << rings.v_stage();
+          mbar_wait(smem.v_raw(kv.stage()), raw_phases >> kv.stage() & 1);
+          raw_phases ^= 1u << kv.stage();
 #pragma unroll 1
           for (int row = lane; row < C::kBlockN; row += 32) {
             const int key = k1 - C::kBlockN + row;
@@ -238,14 +218,14 @@ __device__ void zero_masked_rows(const FwdKernelParams& p, const FwdSmem<C>& sme
             }
 #pragma unroll 1
             for (int chunk = 0; chunk < C::kDv / 8 && !seen; ++chunk)
-              zero_chunk(smem.v(rings.v_stage()) + chunk / 8 * (C::kBlockN * 128) + row * 128 +
+              zero_chunk(smem.v(kv.stage()) + chunk / 8 * (C::kBlockN * 128) + row * 128 +
                          chunk % 8 * 16);
           }
           fence_async_proxy();
           __syncwarp();
-          if (lane == 0) mbar_arrive(smem.v_full(rings.v_stage()));
+          if (lane == 0) mbar_arrive(smem.v_full(kv.stage()));
         }
-        rings.advance();
+        kv.advance();
       }
       __syncwarp();
       if (lane == 0) mbar_arrive(smem.segment_empty(state.segment_stage()));
