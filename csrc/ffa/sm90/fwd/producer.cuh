@@ -117,6 +117,7 @@ constexpr int kBlocksAfterIssued = 4;
 // One lane. Copies Q, K and V tiles.
 template <typename C>
 __device__ void copy_tiles(const FwdKernelParams& p, const FwdSmem<C>& smem) {
+  static_assert(C::kVStages == 2, "V is walked by the ring of K");
   PipelineState state;
   KvRing kv;
   int arrived = 0;  // stages of remote keys
