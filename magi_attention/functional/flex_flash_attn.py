@@ -18,7 +18,7 @@ from magi_attention.errors import ContractError, UnsupportedError
 from magi_attention.functional.calls.autocast import autocast_dtype, cast_operands
 from magi_attention.functional.calls.inputs import check_devices, check_qkv
 from magi_attention.functional.sparse.index_attn import attend_lists, index_attn_func
-from magi_attention.kernels.ffa.custom_ops import WATCHED, flex_fwd, has_kernels, prepared_flex_fwd
+from magi_attention.kernels.ffa.custom_ops import WATCHED, call_flex_fwd, has_kernels, prepared_flex_fwd
 from magi_attention.kernels.ffa.launch_cache import KnownCalls
 from magi_attention.kernels.index_attn import prepare_indices
 from magi_attention.kernels.reference.correction import check_sink
@@ -209,7 +209,7 @@ def flex_flash_attn_func(
             softcap=softcap, deterministic=deterministic, sm_margin=sm_margin, return_max_logits=return_max_logits,
         )  # fmt: skip
     scale = q.shape[2] ** -0.5 if softmax_scale is None else as_scale(softmax_scale)
-    out, lse, max_logits = flex_fwd(
+    out, lse, max_logits = call_flex_fwd(
         q, k, v, q_ranges, k_ranges, attn_type_map, sink, sink_layout,
         scale, as_float(softcap, "softcap"), bool(deterministic), as_int(sm_margin, "sm_margin"),
         bool(return_max_logits), "", needs_backward,

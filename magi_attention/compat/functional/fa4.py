@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from magi_attention.compat.functional.backend_call import AttnArg, BackendCalls, options_for
-from magi_attention.kernels.ffa.custom_ops import flex_fwd
+from magi_attention.kernels.ffa.custom_ops import call_flex_fwd
 from magi_attention.kernels.registry import default_registry
 
 _CALLS = BackendCalls(lambda problem: default_registry().select(problem, "fa4")[0])
@@ -57,7 +57,7 @@ def ffa_fa4_func(
     check_call(q, k, v, q_ranges, k_ranges, attn_type_map)
     needs_backward = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     options = options_for(q, softmax_scale, softcap, "sh")
-    out, lse, _ = flex_fwd(
+    out, lse, _ = call_flex_fwd(
         q, k, v, q_ranges, k_ranges, attn_type_map, None, "sh",
         options.softmax_scale, options.softcap, bool(deterministic), 0, False, "fa4", needs_backward,
     )  # fmt: skip

@@ -11,7 +11,7 @@ from magi_attention.errors import ContractError
 from magi_attention.functional.calls.autocast import cast_operands
 from magi_attention.functional.calls.inputs import check_devices, check_qkv, width_of_values
 from magi_attention.kernels.index_attn import PreparedIndices, prepare_indices
-from magi_attention.kernels.index_attn.custom_ops import index_fwd
+from magi_attention.kernels.index_attn.custom_ops import call_index_fwd
 from magi_attention.kernels.index_attn.prepare import check_tensor
 from magi_attention.kernels.reference.correction import check_sink
 from magi_attention.kernels.types import as_scale
@@ -95,7 +95,7 @@ def attend_lists(
         or (v is not None and v.requires_grad)
         or (sink is not None and sink.requires_grad)
     )
-    out, lse, max_logits = index_fwd(
+    out, lse, max_logits = call_index_fwd(
         q, k, v, head_dim_v, *lists, sink, sink_layout,
         q.shape[2] ** -0.5 if softmax_scale is None else as_scale(softmax_scale), as_float(softcap, "softcap"),
         bool(deterministic), as_int(sm_margin, "sm_margin"), bool(return_max_logits), needs_backward,

@@ -12,7 +12,7 @@ from magi_attention.errors import ContractError
 from magi_attention.functional.calls.inputs import check_devices, check_qkv, refuse_dtensor
 from magi_attention.kernels.index_attn import PreparedIndices
 from magi_attention.kernels.indexer import Blocks, Visible
-from magi_attention.kernels.indexer.custom_ops import kl_fwd, topk_blocks_op, topk_op
+from magi_attention.kernels.indexer.custom_ops import call_kl_fwd, topk_blocks_op, topk_op
 from magi_attention.kernels.reference.operands import FLOAT_DTYPES
 from magi_attention.kernels.types import as_scale
 
@@ -73,7 +73,7 @@ def indexer_kl(
         refuse_masks(visible)
         check_lists(indices, len(q))
         indices = indices.to(q.device)
-    divergence: torch.Tensor = kl_fwd(
+    divergence: torch.Tensor = call_kl_fwd(
         q_index, k_index, weights, q.detach(), k.detach(), lse.detach(), indices, *visible,
         q.shape[2] ** -0.5 if softmax_scale is None else as_scale(softmax_scale), as_float(softcap, "softcap"), *blocks,
     )[0]  # fmt: skip

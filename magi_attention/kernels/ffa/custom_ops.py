@@ -14,7 +14,7 @@ import torch
 from magi_attention.common.disjoint import check_disjoint
 from magi_attention.common.scalars import as_float
 from magi_attention.common.slices import SliceTable
-from magi_attention.kernels.double_backward import refuse_double_backward
+from magi_attention.kernels.eager import eager_call, opaque_op
 from magi_attention.kernels.ffa.backend import FfaBackend
 from magi_attention.kernels.ffa.launch_cache import PreparedCall
 from magi_attention.kernels.reference.operands import delta_with_dlse
@@ -109,9 +109,8 @@ def _slices(q_ranges: torch.Tensor, k_ranges: torch.Tensor, types: Maybe) -> Sli
     return slices
 
 
-@torch.library.custom_op(
+@opaque_op(
     "magi_attention::flex_fwd",
-    mutates_args=(),
     schema=f"(Tensor q, Tensor k, Tensor v, {_MASK}, {_OPTIONS}) -> (Tensor, Tensor, Tensor)",
 )
 def flex_fwd(
@@ -153,9 +152,8 @@ def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> tuple[to
     )
 
 
-@torch.library.custom_op(
+@opaque_op(
     "magi_attention::flex_bwd",
-    mutates_args=(),
     schema=(
         f"(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_MASK}, str sink_layout, "
         "float softmax_scale, float softcap, bool deterministic, int sm_margin, str prefer, Tensor? dlse=None) "
@@ -213,10 +211,10 @@ def _grad(ctx: Any, dout: Maybe, dlse: Maybe, _dmax_logits: object) -> tuple[tor
     tensors = ctx.saved_tensors
     if dout is None:
         dout = torch.zeros_like(tensors[3])
-    dq, dk, dv, dsink = flex_bwd(dout, *tensors, layout, scale, softcap, deterministic, sm_margin, prefer, dlse)
+    dq, dk, dv, dsink = call_flex_bwd(dout, *tensors, layout, scale, softcap, deterministic, sm_margin, prefer, dlse)
     sink = tensors[-1]
     return dq, dk, dv, None, None, None, None if sink is None else dsink, *[None] * 8
 
 
-flex_fwd.register_autograd(_grad, setup_context=_save)
-flex_bwd.register_autograd(refuse_double_backward)
+call_flex_fwd = eager_call(flex_fwd, _save, _grad)
+call_flex_bwd = eager_call(flex_bwd)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from magi_attention.kernels.double_backward import refuse_double_backward
+from magi_attention.kernels.eager import eager_call, opaque_op
 from magi_attention.kernels.index_attn.choice import choose
 from magi_attention.kernels.index_attn.reference import largest_logits
 from magi_attention.kernels.index_attn.types import IndexProblem, PreparedIndices
@@ -30,8 +30,8 @@ _NUM_LISTS = len(PreparedIndices._fields)
 Maybe = torch.Tensor | None
 
 
-@torch.library.custom_op(
-    "magi_attention::index_fwd", mutates_args=(),
+@opaque_op(
+    "magi_attention::index_fwd",
     schema=(
         f"(Tensor q, {_KV}, {_LISTS}, {_OPTIONS}, bool return_max_logits, bool needs_backward) "
         "-> (Tensor, Tensor, Tensor)"
@@ -69,8 +69,8 @@ def _(
     )
 
 
-@torch.library.custom_op(
-    "magi_attention::index_bwd", mutates_args=(),
+@opaque_op(
+    "magi_attention::index_bwd",
     schema=(
         f"(Tensor dout, Tensor q, {_KV}, Tensor out, Tensor lse, {_LISTS}, {_OPTIONS}, Tensor? dlse=None) "
         "-> (Tensor, Tensor, Tensor, Tensor)"
@@ -131,9 +131,9 @@ def _grad(ctx: Any, dout: Maybe, dlse: Maybe, _dmax_logits: object) -> tuple[tor
     lists = rows, counts, total_k, k_block, k_start, k_end, q_block, *readers
     if dout is None:
         dout = torch.zeros_like(out)
-    dq, dk, dv, dsink = index_bwd(dout, q, k, v, ctx.head_dim_v, out, lse, *lists, sink, *ctx.options, dlse)
+    dq, dk, dv, dsink = call_index_bwd(dout, q, k, v, ctx.head_dim_v, out, lse, *lists, sink, *ctx.options, dlse)
     return dq, dk, None if v is None else dv, *[None] * (1 + _NUM_LISTS), None if sink is None else dsink, *[None] * 7
 
 
-index_fwd.register_autograd(_grad, setup_context=_save)
-index_bwd.register_autograd(refuse_double_backward)
+call_index_fwd = eager_call(index_fwd, _save, _grad)
+call_index_bwd = eager_call(index_bwd)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from magi_attention.errors import ContractError
-from magi_attention.kernels.double_backward import refuse_double_backward
+from magi_attention.kernels.eager import eager_call, opaque_op
 from magi_attention.kernels.indexer import hopper, kl_hopper
 from magi_attention.kernels.indexer.kl import Problem, kl_backward, kl_forward
 from magi_attention.kernels.indexer.topk import best_blocks, best_keys
@@ -110,8 +110,8 @@ def _once_each(lists: torch.Tensor, keys: int) -> torch.Tensor:
     return ordered.masked_fill(is_repeat | (ordered >= keys), -1)
 
 
-@torch.library.custom_op(
-    "magi_attention::indexer_kl_fwd", mutates_args=(),
+@opaque_op(
+    "magi_attention::indexer_kl_fwd",
     schema=f"({_INDEXER}, {_ATTENTION}, {_BLOCKS}) -> (Tensor, Tensor, Tensor, Tensor)",
 )  # fmt: skip
 def kl_fwd(
@@ -148,8 +148,8 @@ def _(
     return divergence, lse_index, mass, q_index.new_empty(shape, dtype=acc)
 
 
-@torch.library.custom_op(
-    "magi_attention::indexer_kl_bwd", mutates_args=(),
+@opaque_op(
+    "magi_attention::indexer_kl_bwd",
     schema=(
         f"(Tensor grad, Tensor lse_index, Tensor mass, Tensor targets, {_INDEXER}, {_ATTENTION}, {_BLOCKS}) "
         "-> (Tensor, Tensor, Tensor)"
@@ -195,8 +195,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -
 def _grad(ctx: Any, grad: torch.Tensor, *_: object) -> tuple[torch.Tensor | None, ...]:
     lse_index, mass, targets, *tensors = ctx.saved_tensors
     inputs = [rest if x is None else x for x, rest in zip(tensors, ctx.rest)]
-    return *kl_bwd(grad, lse_index, mass, targets, *inputs), *[None] * _NUM_CONSTANTS
+    return *call_kl_bwd(grad, lse_index, mass, targets, *inputs), *[None] * _NUM_CONSTANTS
 
 
-kl_fwd.register_autograd(_grad, setup_context=_save)
-kl_bwd.register_autograd(refuse_double_backward)
+call_kl_fwd = eager_call(kl_fwd, _save, _grad)
+call_kl_bwd = eager_call(kl_bwd)

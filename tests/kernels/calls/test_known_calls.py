@@ -42,7 +42,7 @@ def test_the_second_call_is_known_and_right(public, monkeypatch):
     q, k, v = inputs(32, 32)
     ranges = tensors(Mask.varlen([0, 9, 32], causal=True).slices)
     want = truth(q, k, v, table_from_tensors(*ranges), AttnOptions(0.25, return_max_logits=True))
-    monkeypatch.setattr(flex_module, "flex_fwd", counted := Counted(flex_module.flex_fwd))
+    monkeypatch.setattr(flex_module, "call_flex_fwd", counted := Counted(flex_module.call_flex_fwd))
     outs = []
     for _ in range(3):
         out, meta = flex_flash_attn_func(q, k, v, *ranges, return_max_logits=True)
@@ -65,7 +65,7 @@ def test_the_second_call_is_known_and_right(public, monkeypatch):
 def test_every_edit_of_the_mask_is_noticed(public, monkeypatch):
     q, k, v = inputs(32, 32)
     ranges = tensors(Mask.varlen([0, 9, 32], causal=True).slices)
-    monkeypatch.setattr(flex_module, "flex_fwd", counted := Counted(flex_module.flex_fwd))
+    monkeypatch.setattr(flex_module, "call_flex_fwd", counted := Counted(flex_module.call_flex_fwd))
 
     def run_and_check() -> int:
         before = counted.calls

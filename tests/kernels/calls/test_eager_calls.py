@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Eager calls of custom ops pass torch's dispatcher by, unless somebody looks on, and then they are the op itself."""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from magi_attention.functional import flex_flash_attn_func
+from magi_attention.kernels.ffa.custom_ops import call_flex_fwd, flex_fwd
+
+RANGES = torch.tensor([[0, 5], [5, 11]], dtype=torch.int32)
+
+
+class Seen(TorchDispatchMode):
+    """Names of the ops that were dispatched."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def leaves(seed: int) -> list[torch.Tensor]:
+    gen = torch.Generator().manual_seed(seed)
+    shapes = (11, 4, 8), (11, 2, 8), (11, 2, 8), (2, 4)
+    return [torch.randn(s, generator=gen, dtype=torch.float64).requires_grad_() for s in shapes]
+
+
+def arguments(q, k, v, sink) -> tuple:
+    return q, k, v, RANGES, RANGES, torch.tensor([1, 0]), sink, "sh", 0.3, 0.0, False, 0, True, "", True
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_same_bits_as_the_op(seed):
+    of = leaves(seed)
+    found = []
+    for call in (call_flex_fwd, flex_fwd):
+        out, lse, most = call(*arguments(*of))
+        assert not most.requires_grad
+        grads = torch.autograd.grad(out.square().sum() + lse.sum(), of)
+        found.append((out, lse, most, *grads))
+    assert all(torch.equal(a, b) for a, b in zip(*found))
+
+
+@pytest.mark.parametrize("wants_grad", (True, False))
+def test_nothing_of_ours_is_dispatched(wants_grad, monkeypatch):
+    def dispatched(*_):
+        raise AssertionError("the op was called")
+
+    monkeypatch.setattr(type(flex_fwd), "__call__", dispatched)
+    of = leaves(0)
+    with torch.set_grad_enabled(wants_grad):
+        out = call_flex_fwd(*arguments(*of))[0]
+    assert out.requires_grad is wants_grad
+    if wants_grad:
+        out.sum().backward()
+        assert all(x.grad is not None for x in of)
+
+
+def test_a_mode_sees_ops():
+    of = leaves(1)
+    with Seen() as seen:
+        call_flex_fwd(*arguments(*of))[0].sum().backward()
+    ours = [name for name in seen.names if name.startswith("magi_attention::flex")]
+    assert ours == ["magi_attention::flex_fwd", "magi_attention::flex_bwd"]
+
+
+def test_tensors_that_hold_nothing():
+    with FakeTensorMode() as mode:
+        fake = [mode.from_tensor(x.detach()) for x in leaves(2)]
+        mask = [mode.from_tensor(x) for x in (RANGES, RANGES)]
+    assert flex_flash_attn_func(*fake[:3], *mask)[0].shape == (11, 4, 8)
+    on_meta = [x.detach().to("meta") for x in leaves(2)]
+    assert call_flex_fwd(*on_meta[:3], *arguments(*on_meta)[3:])[0].is_meta
+
+
+@pytest.mark.parametrize("is_reentrant", (True, False))
+def test_a_checkpoint(is_reentrant):
+    of = leaves(4)
+    f = lambda *x: call_flex_fwd(*arguments(*x))[0]  # noqa: E731
+    want = torch.autograd.grad(f(*of).square().sum(), of)
+    checkpoint(f, *of, use_reentrant=is_reentrant).square().sum().backward()
+    assert all(torch.equal(x.grad, g) for x, g in zip(of, want))
