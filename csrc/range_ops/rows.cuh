@@ -184,7 +184,7 @@ inline uint64_t bits_of(const magi_row_part& part) {
   return bits_of(part.in) | bits_of(part.out) |
          static_cast<uint64_t>(part.in_stride | part.out_stride);
 }
-// Of all parts, and of the bytes in a row, an element having `element_bytes`.
+// Those of all parts, and of the bytes in a row, an element having `element_bytes`.
 template <typename Params>
 uint64_t bits_of_parts(const Params& p, int element_bytes) {
   uint64_t bits = 0;

@@ -11,6 +11,7 @@ from graph_capture import capture
 from test_index_attn_gpu import assert_near, draw
 
 from magi_attention.api import index_attn_func, prepare_indices
+from magi_attention.integrations.gather_attention import gather_attn
 from magi_attention.kernels.index_attn import choose
 from magi_attention.kernels.index_attn.types import IndexProblem
 from magi_attention.kernels.types import options_of
@@ -111,3 +112,26 @@ def test_the_same_bits_in_a_cuda_graph():
     out.zero_()
     graph.replay()
     assert torch.equal(out, want)
+
+
+@pytest.mark.parametrize("is_packed", (False, True))
+def test_gather_attn_of_attn_gym(is_packed):
+    """DeepSeek V4's form: 512 columns that are their own values, a window, rows of a pool and a sink."""
+    gen = torch.Generator(DEVICE).manual_seed(12)
+    batch, tokens, pool = (1, 700, 170) if is_packed else (2, 300, 75)
+    shapes = (batch, 64, tokens, 512), (batch, 1, tokens, 512), (batch, 1, pool, 512), (64,)
+    tensors = [torch.randn(s, generator=gen, device=DEVICE).to(BF16) for s in shapes]
+    tensors[3] = tensors[3].float()
+    indices = torch.rand(batch, tokens, pool, generator=gen, device=DEVICE).argsort(-1)[..., :48]
+    options = dict(sliding_window_size=128)
+    if is_packed:
+        for name, ends in (("cu_seqlens", [0, 401, 402, 700]), ("cu_seqlens_k", [0, 100, 100, 170])):
+            options[name] = torch.tensor(ends, dtype=torch.int32, device=DEVICE)
+    found = []
+    for device, dtype in ((DEVICE, None), ("cpu", torch.float64)):
+        leaves = [x.detach().to(device, dtype).requires_grad_() for x in tensors]
+        masks = {n: x.to(device) if isinstance(x, torch.Tensor) else x for n, x in options.items()}
+        out = gather_attn(*leaves[:3], indices.to(device), leaves[3], **masks)
+        found.append((out, *torch.autograd.grad(out.square().sum(), leaves)))
+    for got, want in zip(*found):
+        assert (got.double().cpu() - want).abs().max() <= 0.02 * want.abs().max()
