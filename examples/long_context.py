@@ -9,7 +9,7 @@
 As examples/fsdp2_llama.py, whose model, data and optimizer these are, and in addition
 
 * inputs of blocks are all that stays between forward and backward, in host memory, copied beside the blocks
-  (llama/offload.py);
+  (llama/offload.py), and with ``--keeps-attention`` what attention gave, so that it is not computed again;
 * the MLP takes ``--mlp-chunk`` tokens at a time, and the loss ``--logits-chunk`` (llama/loss_in_chunks.py), so no rank
   has all of its logits;
 * ``--head-chunks`` parts of the kv heads travel and are computed one after the other;
@@ -23,6 +23,7 @@ import argparse
 import os
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -32,9 +33,9 @@ from loss_in_chunks import LOSSES, make_loss
 from model import Block, ModelConfig, rotary_tables
 from offload import OffloadedInputs
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 
-from magi_attention.api import Mask, ModelShape, Plan, TrainingSetup, attend, make_plan
+from magi_attention.api import Mask, ModelShape, Plan, TrainingSetup, attend, keep_attention, make_plan
 
 
 class LongBlock(PlannedBlock):
@@ -61,7 +62,7 @@ class LongLlama(PackedLlama):
     def __init__(self, args: argparse.Namespace, block: type[LongBlock] = LongBlock) -> None:
         super().__init__(shape_of(args), args.seed, block, True)
         self.loss_sum, self.about_loss = make_loss(args.loss, args.logits_chunk)
-        self.is_offloaded = args.activations == "offloaded"
+        self.is_offloaded, self.keeps_attention = args.activations == "offloaded", args.keeps_attention
         for block in self.blocks:
             block.mlp_chunk = args.mlp_chunk
 
@@ -71,10 +72,15 @@ class LongLlama(PackedLlama):
         cos, sin = rotary_tables(positions_T, self.config.head_dim, self.config.rope_base)
         x_TC = self.embedding(tokens_T)
         cos, sin = cos.to(x_TC.dtype), sin.to(x_TC.dtype)
-        with OffloadedInputs(x_TC.device) if self.is_offloaded else nullcontext():
+        offloaded = OffloadedInputs(x_TC.device) if self.is_offloaded else None
+        contexts = keep_attention if self.keeps_attention else noop_context_fn
+        if offloaded and self.keeps_attention:
+            contexts = partial(keep_attention, offloaded.pack, offloaded.unpack)
+        with offloaded or nullcontext():
+            # Tables are arguments by name, which checkpoint keeps as they are: one copy serves all blocks.
+            one_for_all = {"cos": cos, "sin": sin, "plan": plan, "group": group}
             for block in self.blocks:
-                # Tables are arguments by name, which checkpoint keeps as they are: one copy serves all blocks.
-                x_TC = checkpoint(block, x_TC, cos=cos, sin=sin, plan=plan, group=group, use_reentrant=False)
+                x_TC = checkpoint(block, x_TC, use_reentrant=False, context_fn=contexts, **one_for_all)
         return self.loss_sum(self.norm(x_TC), self.head.weight, labels_T)
 
 
@@ -102,6 +108,7 @@ def remedies(args: argparse.Namespace) -> str:
     """What of this program makes a step smaller and is not switched on."""
     ways = [
         ("--activations offloaded", args.activations != "offloaded"),
+        ("no --keeps-attention", args.keeps_attention and args.activations != "offloaded"),
         (f"--mlp-chunk {args.mlp_chunk // 4}", args.mlp_chunk > 2048),
         (f"--logits-chunk {args.logits_chunk // 4}", args.logits_chunk > 512),
         ("--head-chunks 4 (a divisor of the kv heads)", args.head_chunks == 1),
@@ -116,17 +123,24 @@ def shape_of(args: argparse.Namespace) -> ModelConfig:
     return replace(config, num_layers=args.layers or config.num_layers)
 
 
-def predicted(args: argparse.Namespace) -> str:
-    """A sentence on the memory of a step with one document, the most that packed ones take."""
+def shape_and_setup(args: argparse.Namespace) -> tuple[ModelShape, TrainingSetup]:
+    """What ``plan.memory`` takes."""
     c = shape_of(args)
     shape = ModelShape(c.width, c.num_layers, c.num_heads_q, c.num_heads_kv, c.head_dim, c.hidden, c.vocabulary)
     world, here = dist.get_world_size(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     setup = TrainingSetup(
         shards=world, element_bytes=2 if args.dtype == "bf16" else 4, activations=args.activations,
-        mlp_chunk=args.mlp_chunk, logits_chunk=args.logits_chunk, head_chunks=args.head_chunks,
+        keeps_attention=args.keeps_attention, mlp_chunk=args.mlp_chunk, logits_chunk=args.logits_chunk,
+        head_chunks=args.head_chunks,
         loss="torch" if args.loss in (None, "torch") and hasattr(F, "linear_cross_entropy") else "checkpointed",
         is_one_launch=args.device == "cuda" and world == here,
     )  # fmt: skip
+    return shape, setup
+
+
+def predicted(args: argparse.Namespace) -> str:
+    """A sentence on the memory of a step with one document, the most that packed ones take."""
+    shape, setup = shape_and_setup(args)
     use = make_plan(Mask.causal(args.seq_len), args.cp).memory(shape, setup)
     return (
         f"{shape.num_parameters / 1e9:.2f}B parameters, {use.tokens:,} tokens a rank: predicted "
@@ -141,6 +155,7 @@ def make_long_parser(description: str | None) -> argparse.ArgumentParser:
     add("--layers", type=int, help="blocks of the model; those of --config without it")
     add("--one-sequence", action="store_true", help="one causal document for each step, in place of packed ones")
     add("--activations", choices=("checkpointed", "offloaded"), default="offloaded", help="inputs of blocks")
+    add("--keeps-attention", action="store_true", help="checkpoints have out and lse of attention, too")
     add("--mlp-chunk", type=int, default=8192, help="tokens of an MLP at a time")
     add("--logits-chunk", type=int, default=2048, help="tokens with logits at a time")
     add("--loss", choices=LOSSES, help="what computes the loss; torch's linear_cross_entropy where torch has it")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inputs of checkpointed blocks in host memory; copies run beside the blocks.
+"""What checkpointed blocks keep, in host memory; copies run beside the blocks.
 
 torch's ``save_on_cpu`` copies on the stream of the blocks, and its host waits. Here the same hooks of autograd copy
 on a stream of their own: in the forward the input of a block leaves while the block runs, and in the backward the
@@ -14,24 +14,39 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+# A tensor of a block: the numbers of both. Tensors without elements are kept as they are.
+Packed = tuple[int, int] | Tensor
+
 
 class OffloadedInputs(saved_tensors_hooks):
     """Around checkpointed blocks that follow one another, in one forward; the backward takes them in reverse order.
 
-        with OffloadedInputs(device):
+        with OffloadedInputs(device) as offloaded:
             for block in blocks:
                 x = checkpoint(block, x, use_reentrant=False)
 
-    Tensors saved are alike in shape and dtype. One object is of one forward.
+    ``pack`` and ``unpack`` do the same for what else a block keeps, here for its attention:
+    ``context_fn=partial(keep_attention, offloaded.pack, offloaded.unpack)``. All blocks keep tensors of the same
+    shapes and dtypes, in the same order. One object is of one forward.
     """
 
     def __init__(self, device: torch.device) -> None:
-        super().__init__(self._pack, self._unpack)
+        super().__init__(self._pack_input, self.unpack)
+        self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._host: list[Tensor] = []
-        self._leaving: tuple[Tensor, torch.cuda.Event | None] | None = None
-        self._places: list[Tensor] = []  # on the GPU, of the blocks with even and odd numbers
+        self._host: list[list[Tensor]] = []
+        self._leaving: list[Tensor] = []
+        self._left: torch.cuda.Event | None = None
+        self._places: list[list[Tensor]] = []  # on the GPU, of the blocks with even and odd numbers
         self._arrived: dict[int, torch.cuda.Event | None] = {}
+
+    def __enter__(self) -> OffloadedInputs:
+        super().__enter__()
+        return self
+
+    @property
+    def host_bytes(self) -> int:
+        return sum(x.nbytes for block in self._host for x in block)
 
     def _beside(self) -> AbstractContextManager:
         """Copies begin when all that is launched so far is done."""
@@ -43,38 +58,47 @@ class OffloadedInputs(saved_tensors_hooks):
     def _event(self) -> torch.cuda.Event | None:
         return None if self._stream is None else self._stream.record_event()
 
-    def _pack(self, x: Tensor) -> int | Tensor:
+    def _pack_input(self, x: Tensor) -> Packed:
         if not x.numel():  # of checkpoint itself
             return x
-        if self._leaving is not None:  # the block before has run, so its input may go when its copy is done
-            _wait(self._leaving[1])
+        _wait(self._left)  # the block before has run, so what it keeps may go when its copies are done
+        self._leaving.clear()
+        self._host.append([])
+        return self.pack(x)
+
+    def pack(self, x: Tensor) -> Packed:
+        if not x.numel():
+            return x
         host = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=self._stream is not None)
         with self._beside():
             host.copy_(x, non_blocking=True)
-        self._leaving = x, self._event()
-        self._host.append(host)
-        return len(self._host) - 1
+        self._leaving.append(x)
+        self._left = self._event()
+        self._host[-1].append(host)
+        return len(self._host) - 1, len(self._host[-1]) - 1
 
-    def _unpack(self, saved: int | Tensor) -> Tensor:
-        if isinstance(saved, Tensor):
-            return saved
+    def unpack(self, packed: Packed) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        block, number = packed
         if not self._places:
-            like, _ = self._leaving or (None, None)
-            assert like is not None
-            self._places = [torch.empty_like(like) for _ in range(min(2, len(self._host)))]
-            self._leaving = None
-        if saved not in self._arrived:
-            self._bring(saved)
-        _wait(self._arrived.pop(saved))
-        if saved:
-            self._bring(saved - 1)
-        return self._places[saved % 2]
+            like = [torch.empty_like(x, device=self._device) for x in self._host[-1]]
+            self._places = [like, [torch.empty_like(x) for x in like]][: len(self._host)]
+            self._leaving.clear()
+        if number == 0:  # the input, which a block asks for first
+            if block not in self._arrived:
+                self._bring(block)
+            _wait(self._arrived.pop(block))
+            if block:
+                self._bring(block - 1)
+        return self._places[block % 2][number]
 
-    def _bring(self, number: int) -> None:
-        """Into the place of the block two further on, whose backward has been launched."""
+    def _bring(self, block: int) -> None:
+        """Into the places of the block two further on, whose backward has been launched."""
         with self._beside():
-            self._places[number % 2].copy_(self._host[number], non_blocking=True)
-        self._arrived[number] = self._event()
+            for place, host in zip(self._places[block % 2], self._host[block]):
+                place.copy_(host, non_blocking=True)
+        self._arrived[block] = self._event()
 
 
 def _wait(event: torch.cuda.Event | None) -> None:

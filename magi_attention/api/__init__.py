@@ -66,6 +66,7 @@ from magi_attention.config import (
 from magi_attention.config.rates import MachineRates
 from magi_attention.functional import AttnPolicy, block_sparse_attn_func, flex_flash_attn_func, index_attn_func
 from magi_attention.functional.calls.attention_check import AttentionCheck
+from magi_attention.functional.calls.kept_results import keep_attention
 from magi_attention.kernels.index_attn import PreparedIndices, prepare_indices
 from magi_attention.meta.predict.model_memory import MemoryUse, TrainingSetup
 from magi_attention.meta.predict.model_shape import Experts, ModelShape
@@ -133,6 +134,7 @@ __all__ = [
     "infer_varlen_mask_from_batch",
     "init_dist_attn_runtime_key",
     "init_dist_attn_runtime_mgr",
+    "keep_attention",
     "kernel_tiles",
     "load_rates",
     "longest_context",

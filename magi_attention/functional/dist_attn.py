@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from magi_attention.functional.calls.autocast import cast_operands
+from magi_attention.functional.calls.kept_results import keep_result, kept_result
 from magi_attention.functional.heads.chunks import backward_by_head_chunks, forward_by_head_chunks
 from magi_attention.functional.runtime import HOST, AttnCall, AttnRuntime, Trace
 from magi_attention.functional.stages.fetches import Fetches
@@ -99,7 +100,10 @@ def _backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) ->
 def run_forward(
     call: AttnCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sink: torch.Tensor | None
 ) -> Forward:
-    """The forward pass of one call, without autograd."""
+    """The forward pass of one call, without autograd; what a checkpoint has kept of it is not computed again."""
+    kept = kept_result(q, v)
+    if kept is not None:
+        return kept
     transport = call.runtime.transport
     with transport.guard("attention forward"), profiler_range(FORWARD_RANGE):
         if call.chunks:
@@ -108,6 +112,7 @@ def run_forward(
             got = _forward(call, q, k, v, sink)
         if got.max_logits is not None and transport.size > 1:
             transport.all_reduce(got.max_logits, "max").wait()
+    keep_result(got)
     return got
 
 

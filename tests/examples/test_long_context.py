@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The long-context example on CPUs: bounded memory changes no loss, on one rank and on two; resuming."""
+"""The long-context example on CPUs: bounded memory changes no loss, on one rank and on two; what is kept; resuming."""
 
 from __future__ import annotations
 
@@ -15,19 +15,25 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from torch.profiler import profile
 from torch.utils.checkpoint import checkpoint
 
+from magi_attention.api import Mask, make_plan
+from magi_attention.kernels.instruments import FORWARD_RANGE
+from magi_attention.testing.spawn import run_processes
 from magi_attention.testing.waiting import DEADLINE_S
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-sys.path[:0] = [str(EXAMPLES), str(EXAMPLES / "llama")]
+sys.path[:0] = [str(EXAMPLES), str(EXAMPLES / "llama"), str(EXAMPLES.parent / "tests" / "functional")]
 import long_context  # noqa: E402
+from live_bytes import LiveBytes  # noqa: E402
 from loss_in_chunks import make_loss  # noqa: E402
 from offload import OffloadedInputs  # noqa: E402
 
 SMALL = ("--device", "cpu", "--dtype", "fp32", "--seq-len", "1024", "--max-document", "300", "--steps", "4")
-CHUNKS = ("--mlp-chunk", "100", "--logits-chunk", "64", "--head-chunks", "2")
+CHUNKS = ("--mlp-chunk", "100", "--logits-chunk", "64", "--head-chunks", "2", "--keeps-attention")
 
 
 def run(script: str, out: Path, ranks: int, *options: str) -> tuple[list[float], str]:
@@ -123,6 +129,53 @@ def test_offloaded_inputs_give_the_same_bits(layers):
     assert all(torch.equal(a, b) for a, b in zip(kept, offloaded))
 
 
+class NotedInputs(OffloadedInputs):
+    last: OffloadedInputs | None = None
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        NotedInputs.last = self
+
+
+def keeping(rank: int, world: int, seed: int) -> list[tuple]:
+    """By way of keeping: a step's bits, how often attention ran forward, and bytes kept and predicted."""
+    torch.manual_seed(seed)
+    tokens = torch.randint(0, 256, (600,))
+    plan = make_plan(Mask.from_lengths([200, 1, 399], causal=True), world)
+    local, group = plan.shard(tokens), dist.group.WORLD
+    labels, positions = plan.labels(local), plan.positions(group, torch.device("cpu"), per_document=True)
+    found, long_context.OffloadedInputs = [], NotedInputs
+    for activations in ("checkpointed", "offloaded"):
+        for keeps in ([], ["--keeps-attention"]):
+            words = f"--out none --dtype fp32 --layers 3 --mlp-chunk 100 --activations {activations}".split()
+            args = long_context.make_long_parser(None).parse_args([*words, *keeps])
+            args.cp, args.device = world, "cpu"
+            model = long_context.LongLlama(args)
+            with profile() as seen, LiveBytes() as live:
+                loss = model(local, positions, labels, plan, group)
+                held = NotedInputs.last.host_bytes if activations == "offloaded" else live.now
+                loss.backward()
+            ran = sum(e.name == FORWARD_RANGE for e in seen.events())
+            use = plan.memory(*long_context.shape_and_setup(args))
+            bits = [loss.detach(), *(p.grad for p in model.parameters())]
+            found.append((bits, ran, held, use.host["activations"] if use.host else use.activations))
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_checkpoints_that_keep_attention(world):
+    """The same bits, without its second forward, and as many bytes more as are predicted."""
+    seed = random.randrange(10**6)
+    print(f"seed {seed}")
+    for found in run_processes(world, keeping, seed):
+        for (bits, twice, held, predicted), (same, once, held_more, predicted_more) in zip(found[::2], found[1::2]):
+            assert all(torch.equal(a, b) for a, b in zip(bits, same, strict=True))
+            assert (twice, once) == (6, 3)
+            assert held_more - held == pytest.approx(predicted_more - predicted, rel=0.1)
+        for _, _, held, predicted in found[2:]:
+            assert held == pytest.approx(predicted, rel=0.1), "in host memory"
+
+
 def test_out_of_memory_names_what_to_switch_on(monkeypatch):
     def step(self):
         raise torch.OutOfMemoryError("CUDA out of memory.")
@@ -130,9 +183,9 @@ def test_out_of_memory_names_what_to_switch_on(monkeypatch):
     monkeypatch.setattr(long_context.Trainer, "step", step)
     trainer = object.__new__(long_context.LongTrainer)
     options = {"activations": "checkpointed", "mlp_chunk": 8192, "logits_chunk": 256, "head_chunks": 1}
-    trainer.args = argparse.Namespace(**options)
+    trainer.args = argparse.Namespace(**options, keeps_attention=True)
     with pytest.raises(SystemExit) as error:
         trainer.step()
     said = str(error.value)
     assert "--activations offloaded" in said and "--mlp-chunk 2048" in said and "--head-chunks 4" in said
-    assert "--logits-chunk" not in said and "CUDA out of memory" in said
+    assert "no --keeps-attention" in said and "--logits-chunk" not in said and "CUDA out of memory" in said

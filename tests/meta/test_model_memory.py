@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from torch import nn
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 from magi_attention.api import Experts, Mask, ModelShape, TrainingSetup, longest_context, make_plan
 from magi_attention.errors import ContractError, UnsupportedError
@@ -107,8 +108,13 @@ class Decoder(nn.Module):
 
     def forward(self, tokens, labels):
         x = self.embedding(tokens)
+        kept = [torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default]
+        keeps = partial(create_selective_checkpoint_contexts, kept) if self.setup.keeps_attention else noop_context_fn
         for layer in self.layers:
-            x = layer(x) if self.setup.activations == "kept" else checkpoint(layer, x, use_reentrant=False)
+            if self.setup.activations == "kept":
+                x = layer(x)
+            else:
+                x = checkpoint(layer, x, use_reentrant=False, context_fn=keeps)
         x = self.norm(x)
         size = self.setup.logits_chunk
         if size is None:
@@ -153,6 +159,8 @@ def measured(shape: ModelShape, setup: TrainingSetup, tokens: int) -> int:
         (replace(SPARSE, experts=Experts(4, 1, 256, 0, 2)), {"logits_chunk": 32, "activations": "checkpointed"}),
         (replace(SPARSE, experts=Experts(8, 2, 32, 64, 3), num_layers=12), {"logits_chunk": 32}),
         (replace(SHAPE, num_layers=24), {"activations": "checkpointed", "logits_chunk": 32}),
+        (replace(SHAPE, num_layers=24), {"activations": "checkpointed", "logits_chunk": 32, "keeps_attention": True}),
+        (SHAPE, {"activations": "checkpointed", "logits_chunk": 32, "mlp_chunk": 64, "keeps_attention": True}),
     ],
 )
 def test_predicted_bytes_of_a_step_are_within_a_tenth(shape, changes):
