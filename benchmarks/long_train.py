@@ -18,6 +18,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -35,6 +36,7 @@ from fsdp2_llama import Batch, Place, Trainer, choose_device  # noqa: E402
 from long_context import LongBlock, LongLlama, LongTrainer, predicted, shape_of  # noqa: E402
 from masks import Case  # noqa: E402
 
+from magi_attention.api import Mask, Plan  # noqa: E402
 from magi_attention.benchmarking.timing import middle_and_quantiles  # noqa: E402
 
 WAYS = ("magi", "ring", "all_gather", "ulysses", "torch_cudnn", "torch_flash")
@@ -77,11 +79,13 @@ class PeerTrainer(LongTrainer):
         """Without the sentence of the example: what fails here is a row of the record."""
         return Trainer.step(self)
 
-    def loss(self, batch: Batch) -> torch.Tensor:
-        if self.args.way == "magi":
-            return super().loss(batch)
-        device, count = self.place.device, len(batch.tokens)
-        bounds = np.array([0, count] if self.args.one_sequence else batch.cu_seqlens)
+    def plan(self, batch: Batch) -> Future[Plan] | None:
+        return super().plan(batch) if self.args.way == "magi" else None
+
+    def loss(self, batch: Batch, plan: Future[Plan] | None) -> torch.Tensor:
+        if plan is not None:
+            return super().loss(batch, plan)
+        device, count, bounds = self.place.device, len(batch.tokens), np.array(self.borders(batch))
         name = "causal" if len(bounds) == 2 else "varlen_causal"
         self.close()
         self.peer = PEERS[self.args.way](self._setting(Case(name, count, tuple(np.diff(bounds).tolist()))))
@@ -92,9 +96,7 @@ class PeerTrainer(LongTrainer):
         labels = select_rows(tokens, np.where(ends, -1, own + 1))
         labels = labels.masked_fill_(torch.from_numpy(ends).to(device), -100)
         places = torch.from_numpy(np.maximum(own, 0) - bounds[document]).to(device)
-        total = (labels != -100).sum()
-        dist.all_reduce(total)
-        return self.loss_sum(select_rows(tokens, own), places, labels, self.peer) / total
+        return self.loss_sum(select_rows(tokens, own), places, labels, self.peer)
 
     def _setting(self, case: Case) -> Setting:
         c, device = shape_of(self.args), self.place.device
@@ -114,7 +116,7 @@ def operations(trainer: PeerTrainer, batch: Batch) -> float:
     """A step has six for each weight of a matrix and token, twelve for each value of a head and allowed pair."""
     c = shape_of(trainer.args)
     matrices = sum(p.numel() for p in trainer.model.parameters() if p.ndim > 1) - c.vocabulary * c.width
-    pairs = trainer.mask(batch).area
+    pairs = Mask.varlen(trainer.borders(batch), causal=True).area
     return 6.0 * matrices * len(batch.tokens) + 12.0 * pairs * c.num_heads_q * c.head_dim * c.num_layers
 
 
@@ -134,13 +136,13 @@ def measure(args, way: str) -> dict:
         if is_cuda:
             torch.cuda.reset_peak_memory_stats()
         for _ in range(args.steps):
-            batch = next(source)
-            trainer.batches = iter([batch])
+            pack = next(source)
+            trainer.batches = iter([pack])
             dist.barrier()
             begin = time.perf_counter()
             losses.append(attempt(lambda: trainer.step().item()))
             seconds.append(time.perf_counter() - begin)
-            work.append(operations(trainer, batch))
+            work.append(operations(trainer, pack[0]))
     except CellEnds as end:
         return row | {"reason": str(end)}
     finally:
@@ -170,6 +172,8 @@ def main(arguments: Sequence[str]) -> int:
     args = parser.parse_args(arguments)
     if args.steps < 2:
         parser.error("give at least 2 --steps; the first is not timed.")
+    if args.accumulate > 1:
+        parser.error("a step here is one pack; leave --accumulate out.")
     args.device, args.attention, args.recompute = choose_device(args), "magi", True
     os.environ["MAGI_ATTENTION_HEAD_CHUNKS"] = str(args.head_chunks)
     if args.device == "cuda":

@@ -8,7 +8,8 @@
 ``--cp`` ranks share a sequence; the rest is data parallel. Parameters are sharded over all ranks. With
 ``--attention sdpa``, which needs ``--cp 1``, it is the same model with torch's attention, document by document.
 
-A step: pack -> Mask -> make_plan -> shard -> blocks with attend() -> loss on sharded labels -> FSDP2 sums gradients.
+A step: pack -> Mask -> plan_async -> shard -> blocks with attend() -> loss on sharded labels -> FSDP2 sums gradients.
+Plans of the next step are made while a step runs. ``--accumulate 8`` packs of each group are one step.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ import json
 import os
 import sys
 import time
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -34,10 +37,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "llama"))
-from data import Batch, packed_batches  # noqa: E402
+from data import Batch, ahead, packed_batches  # noqa: E402
 from model import Block, Llama, ModelConfig, rotary_tables  # noqa: E402
 
-from magi_attention.api import Mask, Plan, attend, make_plan, set_gradient_sum  # noqa: E402
+from magi_attention.api import Mask, Plan, attend, kernel_tiles, plan_async, set_gradient_sum  # noqa: E402
 
 CONFIGS = {
     "tiny": ModelConfig(width=64, num_layers=2, num_heads_q=4, num_heads_kv=2, head_dim=16, hidden=128),
@@ -130,9 +133,11 @@ class Trainer:
         fully_shard(self.model, mesh=everyone, mp_policy=policy)
         set_gradient_sum(self.model)  # ranks hold other tokens of one batch
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=args.learning_rate, betas=(0.9, 0.95))
-        # Ranks of a group draw the same sequence, other groups another one.
-        self.batches = packed_batches(args.data, args.seq_len, args.seed + 1000 * place.replica, args.max_document)
-        self.done = 0
+        shape = CONFIGS[args.config]
+        self.heads = {name: getattr(shape, name) for name in ("num_heads_q", "num_heads_kv", "head_dim")}
+        is_planned_here = args.attention == "magi"
+        self.kernels = kernel_tiles(place.device, low, group=place.cp_group, **self.heads) if is_planned_here else None
+        self.read_from(0)
 
     def make_model(self, block: type[Block]) -> PackedLlama:
         return PackedLlama(CONFIGS[self.args.config], self.args.seed, block, self.args.recompute)
@@ -141,32 +146,49 @@ class Trainer:
         logits = self.model(tokens, positions, plan, self.place.cp_group)
         return F.cross_entropy(logits.float(), labels, reduction="sum")
 
-    def mask(self, batch: Batch) -> Mask:
-        return Mask.varlen(batch.cu_seqlens, causal=True)
+    def read_from(self, step: int) -> None:
+        """Batches of the steps behind ``step``, each with its plan, which is made a step ahead."""
+        args = self.args
+        # Ranks of a group draw the same sequence, other groups another one.
+        seed = args.seed + 1000 * self.place.replica
+        batches = packed_batches(args.data, args.seq_len, seed, args.max_document)
+        ready = ((batch, self.plan(batch)) for batch in islice(batches, step * args.accumulate, None))
+        self.done, self.batches = step, ahead(ready, args.accumulate)
 
-    def loss(self, batch: Batch) -> Tensor:
-        """This rank's share of the mean over all labels of all groups."""
-        place, shape = self.place, CONFIGS[self.args.config]
-        plan = make_plan(
-            self.mask(batch), self.args.cp, num_heads_q=shape.num_heads_q,
-            num_heads_kv=shape.num_heads_kv, head_dim=shape.head_dim,
-        )  # fmt: skip
-        tokens = plan.shard(batch.tokens.to(place.device), group=place.cp_group)
-        labels = plan.labels(tokens, group=place.cp_group)
-        positions = plan.positions(place.cp_group, place.device, per_document=True)
-        count = (labels != -100).sum()
-        dist.all_reduce(count)
-        return self.loss_sum(tokens, positions, labels, plan) / count
+    def borders(self, batch: Batch) -> tuple[int, ...]:
+        """Of its documents."""
+        return batch.cu_seqlens
+
+    def plan(self, batch: Batch) -> Future[Plan]:
+        mask, place = Mask.varlen(self.borders(batch), causal=True), self.place
+        rank = place.mesh.get_local_rank("cp")
+        return plan_async(mask, self.args.cp, rank=rank, kernels=self.kernels, **self.heads)
+
+    def loss(self, batch: Batch, plan: Future[Plan]) -> Tensor:
+        """The sum over the labels of this rank."""
+        place, made = self.place, plan.result()
+        tokens = made.shard(batch.tokens.to(place.device), group=place.cp_group)
+        labels = made.labels(tokens, group=place.cp_group)
+        positions = made.positions(place.cp_group, place.device, per_document=True)
+        return self.loss_sum(tokens, positions, labels, made)
 
     def step(self) -> Tensor:
-        """The loss of the whole step."""
+        """The mean loss over all labels of the step, whichever rank, group and pack they are of."""
+        packs = list(islice(self.batches, self.args.accumulate))
+        # A token has a label if another one of its document follows. Ranks of a group count the same ones.
+        count = torch.tensor(sum(len(b.tokens) + 1 - len(self.borders(b)) for b, _ in packs), device=self.place.device)
+        dist.all_reduce(count)
+        count //= self.args.cp
         self.optimizer.zero_grad(set_to_none=True)
-        loss = self.loss(next(self.batches))
-        loss.backward()
+        total = torch.zeros((), device=self.place.device)
+        for number, (batch, plan) in enumerate(packs, 1):
+            self.model.set_requires_gradient_sync(self.args.reduce_each_pack or number == len(packs))
+            loss = self.loss(batch, plan) / count
+            loss.backward()
+            total += loss.detach()
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.done += 1
-        total = loss.detach()
         dist.all_reduce(total)
         return total
 
@@ -182,14 +204,13 @@ class Trainer:
         set_state_dict(
             self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
         )
-        self.done = state["done"]
-        for _ in range(self.done):
-            next(self.batches)
+        self.read_from(state["done"])
 
 
 def train(args: argparse.Namespace, trainer: Trainer) -> dict:
     """What is written as curve.json."""
     place, out, losses, seconds = trainer.place, Path(args.out), [], []
+    tokens = args.seq_len * args.accumulate * (dist.get_world_size() // args.cp)
     if args.resume:
         trainer.resume(Path(args.resume))
     while trainer.done < args.steps:
@@ -197,12 +218,10 @@ def train(args: argparse.Namespace, trainer: Trainer) -> dict:
         losses.append(trainer.step().item())
         seconds.append(time.perf_counter() - begin)
         if dist.get_rank() == 0:
-            tokens = args.seq_len * (dist.get_world_size() // args.cp)
             print(f"step {trainer.done}/{args.steps}  loss {losses[-1]:.4f}  {tokens / seconds[-1]:,.0f} tokens/s")
         if args.save_every and trainer.done % args.save_every == 0:
             trainer.save(out / f"step-{trainer.done}")
     warm = sorted(seconds[len(seconds) // 2 :])
-    tokens = args.seq_len * (dist.get_world_size() // args.cp)
     memory = torch.cuda.max_memory_allocated() if place.device.type == "cuda" else None
     return {
         "losses": losses, "seconds": seconds, "tokens_per_second": tokens / warm[len(warm) // 2], "peak_bytes": memory,
@@ -231,6 +250,13 @@ def plot(files: list[str], out: Path) -> None:
     figure.savefig(out / "loss_curves.png", dpi=120)
 
 
+def positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"it is {number}; give 1 or more.")
+    return number
+
+
 def make_parser(description: str | None) -> argparse.ArgumentParser:
     """Options of training, which examples/long_context.py has, too."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -241,9 +267,11 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
     add("--device", choices=("cpu", "cuda"), help="GPUs if there are any; the CPU for --config tiny alone")
     add("--dtype", choices=("bf16", "fp32"), default="bf16", help="of parameters in forward and backward")
     add("--data", help="text file or folder; the standard library's sources without it")
-    add("--steps", type=int, default=20)
-    add("--seq-len", type=int, default=8192)
-    add("--max-document", type=int, default=4096, help="bytes; longer ones are cut")
+    add("--steps", type=positive, default=20)
+    add("--seq-len", type=positive, default=8192)
+    add("--accumulate", type=positive, default=1, help="packs of each group for a step of the optimizer")
+    add("--reduce-each-pack", action="store_true", help="so that gradients stay sharded; else once a step")
+    add("--max-document", type=positive, default=4096, help="bytes; longer ones are cut")
     add("--learning-rate", type=float, default=3e-4)
     add("--seed", type=int, default=0)
     add("--compile", action="store_true", help="compile each block")

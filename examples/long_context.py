@@ -28,7 +28,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from fsdp2_llama import CONFIGS, Batch, PackedLlama, PlannedBlock, Trainer, choose_device, make_parser, run
+from fsdp2_llama import CONFIGS, Batch, PackedLlama, PlannedBlock, Trainer, choose_device, make_parser, positive, run
 from loss_in_chunks import LOSSES, make_loss
 from model import Block, ModelConfig, rotary_tables
 from offload import OffloadedInputs
@@ -91,8 +91,8 @@ class LongTrainer(Trainer):
             print(predicted(self.args), model.about_loss)
         return model
 
-    def mask(self, batch: Batch) -> Mask:
-        return Mask.causal(len(batch.tokens)) if self.args.one_sequence else super().mask(batch)
+    def borders(self, batch: Batch) -> tuple[int, ...]:
+        return (0, len(batch.tokens)) if self.args.one_sequence else super().borders(batch)
 
     def loss_sum(self, tokens: Tensor, positions: Tensor, labels: Tensor, plan: Plan) -> Tensor:
         return self.model(tokens, positions, labels, plan, self.place.cp_group)
@@ -111,6 +111,7 @@ def remedies(args: argparse.Namespace) -> str:
         ("no --keeps-attention", args.keeps_attention and args.activations != "offloaded"),
         (f"--mlp-chunk {args.mlp_chunk // 4}", args.mlp_chunk > 2048),
         (f"--logits-chunk {args.logits_chunk // 4}", args.logits_chunk > 512),
+        ("--reduce-each-pack", args.accumulate > 1 and not args.reduce_each_pack),
         ("--head-chunks 4 (a divisor of the kv heads)", args.head_chunks == 1),
         ("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True", "PYTORCH_CUDA_ALLOC_CONF" not in os.environ),
     ]
@@ -131,7 +132,8 @@ def shape_and_setup(args: argparse.Namespace) -> tuple[ModelShape, TrainingSetup
     setup = TrainingSetup(
         shards=world, element_bytes=2 if args.dtype == "bf16" else 4, activations=args.activations,
         keeps_attention=args.keeps_attention, mlp_chunk=args.mlp_chunk, logits_chunk=args.logits_chunk,
-        head_chunks=args.head_chunks,
+        head_chunks=args.head_chunks, accumulates_gradients=args.accumulate > 1,
+        defers_reduction=args.accumulate > 1 and not args.reduce_each_pack,
         loss="torch" if args.loss in (None, "torch") and hasattr(F, "linear_cross_entropy") else "checkpointed",
         is_one_launch=args.device == "cuda" and world == here,
     )  # fmt: skip
@@ -152,23 +154,19 @@ def make_long_parser(description: str | None) -> argparse.ArgumentParser:
     """Options of training, which benchmarks/long_train.py has, too."""
     parser = make_parser(description)
     add = parser.add_argument
-    add("--layers", type=int, help="blocks of the model; those of --config without it")
+    add("--layers", type=positive, help="blocks of the model; those of --config without it")
     add("--one-sequence", action="store_true", help="one causal document for each step, in place of packed ones")
     add("--activations", choices=("checkpointed", "offloaded"), default="offloaded", help="inputs of blocks")
     add("--keeps-attention", action="store_true", help="checkpoints have out and lse of attention, too")
-    add("--mlp-chunk", type=int, default=8192, help="tokens of an MLP at a time")
-    add("--logits-chunk", type=int, default=2048, help="tokens with logits at a time")
+    add("--mlp-chunk", type=positive, default=8192, help="tokens of an MLP at a time")
+    add("--logits-chunk", type=positive, default=2048, help="tokens with logits at a time")
     add("--loss", choices=LOSSES, help="what computes the loss; torch's linear_cross_entropy where torch has it")
-    add("--head-chunks", type=int, default=1, help="parts of the kv heads, one after the other")
+    add("--head-chunks", type=positive, default=1, help="parts of the kv heads, one after the other")
     return parser
 
 
 def arguments() -> argparse.Namespace:
-    parser = make_long_parser(__doc__)
-    args = parser.parse_args()
-    for name in ("seq_len", "mlp_chunk", "logits_chunk", "head_chunks"):
-        if getattr(args, name) < 1 or (args.layers is not None and args.layers < 1):
-            parser.error(f"give 1 or more for --{name.replace('_', '-')} and for --layers.")
+    args = make_long_parser(__doc__).parse_args()
     args.device, args.attention, args.recompute = choose_device(args), "magi", True
     return args
 

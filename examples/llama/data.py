@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import random
 import sysconfig
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -107,3 +109,16 @@ def packed_batches(
             if len(tokens) == seq_len:
                 yield Batch(torch.frombuffer(tokens, dtype=torch.uint8).long(), tuple(borders))
                 tokens, borders = bytearray(), [0]
+
+
+T = TypeVar("T")
+
+
+def ahead(items: Iterator[T], count: int) -> Iterator[T]:
+    """The same items; ``count`` more than were asked for have been begun."""
+    begun: deque[T] = deque()
+    for item in items:
+        begun.append(item)
+        if len(begun) > count:
+            yield begun.popleft()
+    yield from begun

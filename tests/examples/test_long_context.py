@@ -176,6 +176,13 @@ def test_checkpoints_that_keep_attention(world):
             assert held == pytest.approx(predicted, rel=0.1), "in host memory"
 
 
+@pytest.mark.parametrize("name", ["seq-len", "accumulate", "mlp-chunk", "layers"])
+def test_counts_begin_with_one(name, capsys):
+    with pytest.raises(SystemExit):
+        long_context.make_long_parser(None).parse_args(["--out", "none", f"--{name}", "0"])
+    assert f"--{name}: it is 0; give 1 or more." in capsys.readouterr().err
+
+
 def test_out_of_memory_names_what_to_switch_on(monkeypatch):
     def step(self):
         raise torch.OutOfMemoryError("CUDA out of memory.")
@@ -183,9 +190,9 @@ def test_out_of_memory_names_what_to_switch_on(monkeypatch):
     monkeypatch.setattr(long_context.Trainer, "step", step)
     trainer = object.__new__(long_context.LongTrainer)
     options = {"activations": "checkpointed", "mlp_chunk": 8192, "logits_chunk": 256, "head_chunks": 1}
-    trainer.args = argparse.Namespace(**options, keeps_attention=True)
+    trainer.args = argparse.Namespace(**options, keeps_attention=True, accumulate=2, reduce_each_pack=False)
     with pytest.raises(SystemExit) as error:
         trainer.step()
     said = str(error.value)
     assert "--activations offloaded" in said and "--mlp-chunk 2048" in said and "--head-chunks 4" in said
-    assert "no --keeps-attention" in said and "--logits-chunk" not in said and "CUDA out of memory" in said
+    assert "no --keeps-attention" in said and "--reduce-each-pack" in said and "--logits-chunk" not in said and "CUDA out of memory" in said

@@ -171,12 +171,12 @@ def test_predicted_bytes_of_a_step_are_within_a_tenth(shape, changes):
     assert abs(predicted - found) <= 0.1 * found
 
 
-def measured_with_fsdp(rank: int, world: int, cases: list[tuple[int, int, int]]) -> list[tuple[int, int]]:
+def measured_with_fsdp(rank: int, world: int, cases: list[tuple[int, int, int, dict]]) -> list[tuple[int, int]]:
     """(measured by torch's tracker, predicted) of the backward in bf16; states of the optimizer are there."""
     found = []
-    for layers, vocabulary, tokens in cases:
+    for layers, vocabulary, tokens, changes in cases:
         shape = ModelShape(256, layers, 4, 2, 64, 1024, vocabulary)
-        setup = TrainingSetup(activations="checkpointed", logits_chunk=32)
+        setup = TrainingSetup(activations="checkpointed", logits_chunk=32, **changes)
         model, ids = Decoder(shape, setup), torch.randint(0, vocabulary, (tokens,))
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         for part in (*model.layers, model):
@@ -188,7 +188,10 @@ def measured_with_fsdp(rank: int, world: int, cases: list[tuple[int, int, int]])
         tracker = MemTracker()
         tracker.track_external(model, optimizer)
         with tracker:
-            model(ids, ids).backward()
+            for is_last in (False, True) if setup.accumulates_gradients else (True,):
+                model.set_requires_gradient_sync(is_last or not setup.defers_reduction)
+                tracker.reset_mod_stats()
+                model(ids, ids).backward()
         (peak,) = tracker.get_tracker_snapshot("peak").values()
         plan = make_plan(Mask.causal(tokens * world), world)
         found.append((peak["Total"], plan.memory(shape, setup).peak_bytes))
@@ -197,8 +200,12 @@ def measured_with_fsdp(rank: int, world: int, cases: list[tuple[int, int, int]])
 
 @pytest.mark.nightly
 def test_predicted_bytes_under_fsdp2_are_within_a_tenth():
-    """Where parameters are the most, where embedding and head are, and where activations are."""
-    cases = [(6, 200, 32), (6, 4000, 32), (6, 4000, 4096), (12, 200, 2048)]
+    """Where parameters are the most, where embedding and head are, and where activations are; gradients of two batches
+    that are reduced each time, or once."""
+    sizes = (6, 200, 32), (6, 4000, 32), (6, 4000, 4096), (12, 200, 2048)
+    twice = {"accumulates_gradients": True}
+    once_for_two = {**twice, "defers_reduction": True}
+    cases = [*((*size, {}) for size in sizes), (*sizes[1], twice), (*sizes[1], once_for_two), (*sizes[3], once_for_two)]
     for found in run_processes(2, measured_with_fsdp, cases):
         for case, (bytes_found, predicted) in zip(cases, found):
             assert abs(predicted - bytes_found) <= 0.1 * bytes_found, (case, bytes_found, predicted)
@@ -210,6 +217,17 @@ def test_gradients_that_accumulate_are_there_from_the_beginning():
     setup = replace(SETUP, activations="checkpointed", logits_chunk=32)
     once, again = plan.memory(shape, setup), plan.memory(shape, replace(setup, accumulates_gradients=True))
     assert 0 < again.peak_bytes - once.peak_bytes <= again.gradients == shape.num_parameters * 4
+
+
+def test_gradients_that_are_reduced_once_are_whole():
+    plan = make_plan(Mask.causal(TOKENS), 4)
+    for shape, parallel in ((SHAPE, 1), (SPARSE, 1), (SPARSE, 4)):
+        each = TrainingSetup(accumulates_gradients=True, expert_parallel=parallel)
+        use = plan.memory(shape, replace(each, defers_reduction=True))
+        of_other_ranks = 0 if parallel == 1 else 3 * 3 * 64 * 96 * 6  # layers, matrices, their sizes, experts
+        assert use.gradients == 4 * (shape.num_parameters - of_other_ranks)
+        more = use.moments["forward"] - plan.memory(shape, each).moments["forward"]
+        assert more == use.gradients - shape.num_parameters
 
 
 def test_host_memory_takes_what_is_offloaded():
@@ -299,6 +317,7 @@ def test_longest_context_with_experts():
         ({"loss": "guessed"}, "one of checkpointed, torch"),
         ({"activations": "thrown away"}, "one of kept, checkpointed, offloaded"),
         ({"activations": "kept", "keeps_attention": True}, "is for checkpoints"),
+        ({"defers_reduction": True}, "give accumulates_gradients"),
         ({"mlp_chunk": 0}, "mlp_chunk"),
         ({"head_chunks": 0}, "head_chunks"),
     ],

@@ -41,6 +41,7 @@ class TrainingSetup:
         expert_parallel: GPUs over which the experts of a block are spread, between which tokens travel.
         offloads_parameters: sharded parameters, gradients and optimizer states are on the host (CPUOffloadPolicy).
         accumulates_gradients: over several batches, so that they are there from the beginning.
+        defers_reduction: FSDP reduces them once, behind the last of these batches; until then they are whole.
         is_one_launch: attention takes one launch over NVLink, with buffers that ranks share; else stage by stage.
         high_precision_reduce, head_chunks: as in ``AttnPolicy`` and ``attend``.
     """
@@ -57,6 +58,7 @@ class TrainingSetup:
     expert_parallel: int = 1
     offloads_parameters: bool = False
     accumulates_gradients: bool = False
+    defers_reduction: bool = False
     is_one_launch: bool = False
     high_precision_reduce: bool = False
     head_chunks: int = 1
@@ -68,6 +70,8 @@ class TrainingSetup:
             raise ContractError(f"loss is {self.loss!r}; give one of {', '.join(LOSSES)}.")
         if self.keeps_attention and self.activations == "kept":
             raise ContractError("keeps_attention is for checkpoints; activations='kept' has out and lse anyway.")
+        if self.defers_reduction and not self.accumulates_gradients:
+            raise ContractError("defers_reduction is for several batches a step; give accumulates_gradients, too.")
         for name in ("element_bytes", "parameter_bytes", "head_chunks", "expert_parallel"):
             object.__setattr__(self, name, as_int(getattr(self, name), name, at_least=1))
         for name in ("shards", "mlp_chunk", "logits_chunk"):
@@ -81,7 +85,7 @@ class MemoryUse:
 
     ``held``: what is there for the whole step, by name. ``moments``: what comes on top of it while the last block runs
     forward, at the loss, and in the backward; only one of these at a time. ``activations`` (between forward and
-    backward, of all layers) are part of each, and ``gradients`` (sharded) of the backward, where these grow as those
+    backward, of all layers) are part of each, and ``gradients`` of the backward, where these grow as those
     shrink. ``host``: bytes in host memory, by name. What CUDA, NCCL and the allocator take is not in it.
     """
 
@@ -144,17 +148,22 @@ def step_memory(
     # In the first block that runs backward all activations are there, and in the last one all gradients.
     grown = 0 if setup.offloads_parameters else gradients["gradients"]
     first = -(-(shape.block_parameters() + shape.vocabulary * shape.width) // shards) * setup.parameter_bytes
-    at_first = saved + (grown if setup.accumulates_gradients else min(first, grown))
+    before = grown if setup.accumulates_gradients else 0
+    if setup.defers_reduction:
+        elsewhere = shape.block_parameters() - shape.block_parameters(setup.expert_parallel)
+        if shape.experts is not None:
+            elsewhere *= layers - shape.experts.dense_layers
+        before = (shape.num_parameters - elsewhere) * setup.parameter_bytes
+    at_first = saved + (before or min(first, grown))
     at_last = grown + (saved if setup.activations == "offloaded" else sizes.saved)
     if gathered:  # there is no next block any more to be gathered; two blocks earlier there is, and fewer gradients
         at_last -= min(setup.element_bytes * shards, setup.parameter_bytes) * 2 * shape.block_parameters() // shards
-    before = grown if setup.accumulates_gradients else 0
     moments = {
         "forward": before + saved + sizes.forward,
         "loss": before + saved + sizes.loss,
         "backward": max(at_first, at_last) + sizes.backward + reduced,
     }
-    return MemoryUse(rank, rows, held, moments, saved, grown, host)
+    return MemoryUse(rank, rows, held, moments, saved, max(before, grown), host)
 
 
 def _check_experts(shape: ModelShape, setup: TrainingSetup, shards: int) -> None:
