@@ -21,7 +21,7 @@ import os
 import sys
 import time
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -39,16 +39,25 @@ from torch.utils.checkpoint import checkpoint
 sys.path.insert(0, str(Path(__file__).resolve().parent / "llama"))
 from data import Batch, ahead, packed_batches  # noqa: E402
 from model import Block, Llama, ModelConfig, rotary_tables  # noqa: E402
+from weights import load_weights, read_config  # noqa: E402
 
 from magi_attention.api import Mask, Plan, attend, kernel_tiles, plan_async, set_gradient_sum  # noqa: E402
 
 CONFIGS = {
     "tiny": ModelConfig(width=64, num_layers=2, num_heads_q=4, num_heads_kv=2, head_dim=16, hidden=128),
     "1b": ModelConfig(width=2048, num_layers=16, num_heads_q=32, num_heads_kv=8, head_dim=64, hidden=8192),
-    # The sizes of Llama-3-8B, and those of Qwen3-8B but for the norms of its heads.
     "llama3-8b": ModelConfig(4096, 32, 32, 8, 128, 14336, 128256, 5e5),
-    "qwen3-8b": ModelConfig(4096, 36, 32, 8, 128, 12288, 151936, 1e6),
+    "qwen3-8b": ModelConfig(4096, 36, 32, 8, 128, 12288, 151936, 1e6, 1e-6, has_qk_norm=True),
 }
+
+
+def config_of(args: argparse.Namespace) -> ModelConfig:
+    return read_config(Path(args.weights)) if args.weights else CONFIGS[args.config]
+
+
+def seed_of(args: argparse.Namespace) -> int | None:
+    """Of random weights."""
+    return None if args.weights else args.seed
 
 
 class PlannedBlock(Block):
@@ -78,7 +87,7 @@ def by_document(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, plan: Plan) -> Tens
 class PackedLlama(Llama):
     """Llama whose forward takes a plan. ``recomputes``: activations of blocks are computed again in the backward."""
 
-    def __init__(self, config: ModelConfig, seed: int, block: type[Block], recomputes: bool) -> None:
+    def __init__(self, config: ModelConfig, seed: int | None, block: type[Block], recomputes: bool) -> None:
         super().__init__(config, seed)
         self.recomputes = recomputes
         for one in self.blocks:
@@ -122,7 +131,10 @@ class Trainer:
     def __init__(self, args: argparse.Namespace, place: Place) -> None:
         self.args, self.place = args, place
         block = SdpaBlock if args.attention == "sdpa" else PlannedBlock
-        self.model = self.make_model(block).to(place.device)
+        with torch.device("meta") if args.weights else nullcontext():
+            self.model = self.make_model(block)
+        if not args.weights:
+            self.model.to(place.device)
         low = torch.bfloat16 if args.dtype == "bf16" else torch.float32
         policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32)
         everyone = place.mesh["dp", "cp"]._flatten("fsdp")
@@ -131,16 +143,19 @@ class Trainer:
                 one.compile(fullgraph=args.attention == "magi")
             fully_shard(one, mesh=everyone, mp_policy=policy)
         fully_shard(self.model, mesh=everyone, mp_policy=policy)
+        if args.weights:  # a rank has memory for its shards alone
+            self.model.to_empty(device=place.device)
+            load_weights(self.model, Path(args.weights))
         set_gradient_sum(self.model)  # ranks hold other tokens of one batch
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=args.learning_rate, betas=(0.9, 0.95))
-        shape = CONFIGS[args.config]
+        shape = config_of(args)
         self.heads = {name: getattr(shape, name) for name in ("num_heads_q", "num_heads_kv", "head_dim")}
         is_planned_here = args.attention == "magi"
         self.kernels = kernel_tiles(place.device, low, group=place.cp_group, **self.heads) if is_planned_here else None
         self.read_from(0)
 
     def make_model(self, block: type[Block]) -> PackedLlama:
-        return PackedLlama(CONFIGS[self.args.config], self.args.seed, block, self.args.recompute)
+        return PackedLlama(config_of(self.args), seed_of(self.args), block, self.args.recompute)
 
     def loss_sum(self, tokens: Tensor, positions: Tensor, labels: Tensor, plan: Plan) -> Tensor:
         logits = self.model(tokens, positions, plan, self.place.cp_group)
@@ -151,7 +166,7 @@ class Trainer:
         args = self.args
         # Ranks of a group draw the same sequence, other groups another one.
         seed = args.seed + 1000 * self.place.replica
-        batches = packed_batches(args.data, args.seq_len, seed, args.max_document)
+        batches = packed_batches(args.data, args.seq_len, seed, args.max_document, args.tokenizer)
         ready = ((batch, self.plan(batch)) for batch in islice(batches, step * args.accumulate, None))
         self.done, self.batches = step, ahead(ready, args.accumulate)
 
@@ -263,6 +278,8 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--out", required=True, help="folder for curve.json and checkpoints")
     add("--config", choices=CONFIGS, default="tiny")
+    add("--weights", help="folder of a Llama or Qwen3 of Hugging Face, in place of --config and random weights")
+    add("--tokenizer", help="a tokenizer.json for the text; without it, bytes are tokens")
     add("--cp", type=int, help="ranks that share a sequence; all of them without it")
     add("--device", choices=("cpu", "cuda"), help="GPUs if there are any; the CPU for --config tiny alone")
     add("--dtype", choices=("bf16", "fp32"), default="bf16", help="of parameters in forward and backward")
@@ -297,7 +314,7 @@ def choose_device(args: argparse.Namespace) -> str:
     has_gpu = torch.cuda.is_available()
     if args.device == "cuda" and not has_gpu:
         raise SystemExit("--device cuda, but torch sees no GPU; `magi doctor` says why. --device cpu takes none.")
-    if args.device is None and args.config != "tiny" and not has_gpu:
+    if args.device is None and args.config != "tiny" and not args.weights and not has_gpu:
         size = "some 15" if args.config == "1b" else "more than 130"
         raise SystemExit(
             f"There is no GPU, and --config {args.config} takes {size} GB of memory on the CPU and minutes a step. "

@@ -28,7 +28,18 @@ from functools import partial
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from fsdp2_llama import CONFIGS, Batch, PackedLlama, PlannedBlock, Trainer, choose_device, make_parser, positive, run
+from fsdp2_llama import (
+    Batch,
+    PackedLlama,
+    PlannedBlock,
+    Trainer,
+    choose_device,
+    config_of,
+    make_parser,
+    positive,
+    run,
+    seed_of,
+)
 from loss_in_chunks import LOSSES, make_loss
 from model import Block, ModelConfig, rotary_tables
 from offload import OffloadedInputs
@@ -60,7 +71,7 @@ class LongLlama(PackedLlama):
     """Its forward gives the sum of the losses, so that logits of all tokens are never there."""
 
     def __init__(self, args: argparse.Namespace, block: type[LongBlock] = LongBlock) -> None:
-        super().__init__(shape_of(args), args.seed, block, True)
+        super().__init__(shape_of(args), seed_of(args), block, True)
         self.loss_sum, self.about_loss = make_loss(args.loss, args.logits_chunk)
         self.is_offloaded, self.keeps_attention = args.activations == "offloaded", args.keeps_attention
         for block in self.blocks:
@@ -120,14 +131,15 @@ def remedies(args: argparse.Namespace) -> str:
 
 
 def shape_of(args: argparse.Namespace) -> ModelConfig:
-    config = CONFIGS[args.config]
+    config = config_of(args)
     return replace(config, num_layers=args.layers or config.num_layers)
 
 
 def shape_and_setup(args: argparse.Namespace) -> tuple[ModelShape, TrainingSetup]:
     """What ``plan.memory`` takes."""
     c = shape_of(args)
-    shape = ModelShape(c.width, c.num_layers, c.num_heads_q, c.num_heads_kv, c.head_dim, c.hidden, c.vocabulary)
+    sizes = c.width, c.num_layers, c.num_heads_q, c.num_heads_kv, c.head_dim, c.hidden, c.vocabulary
+    shape = ModelShape(*sizes, has_qk_norm=c.has_qk_norm)
     world, here = dist.get_world_size(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     setup = TrainingSetup(
         shards=world, element_bytes=2 if args.dtype == "bf16" else 4, activations=args.activations,

@@ -2,17 +2,19 @@
 """Real documents that every machine has, packed into sequences of equal length.
 
 The documents are the sources of Python's standard library, or the text files under a folder of one's own.
-Bytes are the tokens. A file is cut at blank lines into documents of very different lengths: a length is drawn
-evenly on a logarithmic scale up to `max_document`, and the next blank line ends the document. What does not
-fit at the end of a sequence starts the next one, as a document of its own there.
+Bytes are the tokens, or what a tokenizer makes of a document. A file is cut at blank lines into documents of
+very different lengths: a length is drawn evenly on a logarithmic scale up to `max_document`, and the next blank
+line ends the document. What does not fit at the end of a sequence starts the next one, as a document of its own
+there.
 """
 
 from __future__ import annotations
 
 import random
 import sysconfig
+from array import array
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -94,21 +96,34 @@ def mix(documents: Iterator[bytes], draw: random.Random, held: int = 1024) -> It
     yield from pool
 
 
+def encoder(tokenizer: str | None) -> Callable[[bytes], Sequence[int]]:
+    """What makes tokens of a document: a tokenizer.json of Hugging Face, or bytes as they are for None."""
+    if tokenizer is None:
+        return bytes
+    try:
+        from tokenizers import Tokenizer
+    except ImportError:
+        raise DataError("--tokenizer needs tokenizers: pip install tokenizers.") from None
+    made = Tokenizer.from_file(tokenizer)
+    return lambda text: made.encode(text.decode(errors="replace"), add_special_tokens=False).ids
+
+
 def packed_batches(
-    path: str | None, seq_len: int, seed: int = 0, max_document: int = 2048
+    path: str | None, seq_len: int, seed: int = 0, max_document: int = 2048, tokenizer: str | None = None
 ) -> Iterator[Batch]:
     """Sequences of exactly `seq_len` tokens; the same on every rank, so nothing has to be sent around."""
-    tokens = bytearray()
-    borders = [0]
-    for document in read_documents(path, seed, max_document):
+    tokens, borders = array("q"), [0]
+    encode = encoder(tokenizer)
+    for text in read_documents(path, seed, max_document):
+        document = encode(text)
         while document:
             taken = document[: seq_len - len(tokens)]
-            tokens += taken
+            tokens.extend(taken)
             document = document[len(taken) :]
             borders.append(len(tokens))
             if len(tokens) == seq_len:
-                yield Batch(torch.frombuffer(tokens, dtype=torch.uint8).long(), tuple(borders))
-                tokens, borders = bytearray(), [0]
+                yield Batch(torch.frombuffer(tokens, dtype=torch.int64), tuple(borders))
+                tokens, borders = array("q"), [0]
 
 
 T = TypeVar("T")

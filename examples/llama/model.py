@@ -29,10 +29,12 @@ class ModelConfig:
     hidden: int = 704
     vocabulary: int = 256
     rope_base: float = 10_000.0
+    norm_eps: float = 1e-5
+    has_qk_norm: bool = False  # of each head of q and k, as in Qwen3
 
 
 class RMSNorm(nn.Module):
-    def __init__(self, width: int, eps: float = 1e-5) -> None:
+    def __init__(self, width: int, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(width))
         self.eps = eps
@@ -60,16 +62,21 @@ class Block(nn.Module):
         c = config
         self.heads = (c.num_heads_q, c.num_heads_kv, c.num_heads_kv)
         self.head_dim = c.head_dim
-        self.attention_norm = RMSNorm(c.width)
+        self.attention_norm = RMSNorm(c.width, c.norm_eps)
         self.qkv = nn.Linear(c.width, sum(self.heads) * c.head_dim, bias=False)
+        self.has_qk_norm = c.has_qk_norm
+        if c.has_qk_norm:
+            self.q_norm, self.k_norm = RMSNorm(c.head_dim, c.norm_eps), RMSNorm(c.head_dim, c.norm_eps)
         self.out = nn.Linear(c.num_heads_q * c.head_dim, c.width, bias=False)
-        self.mlp_norm = RMSNorm(c.width)
+        self.mlp_norm = RMSNorm(c.width, c.norm_eps)
         self.gate_up = nn.Linear(c.width, 2 * c.hidden, bias=False)
         self.down = nn.Linear(c.hidden, c.width, bias=False)
 
     def attend(self, x_TC: Tensor, cos: Tensor, sin: Tensor, attention: Attention) -> Tensor:
         qkv = self.qkv(self.attention_norm(x_TC)).unflatten(-1, (-1, self.head_dim))
         q_THD, k_THD, v_THD = qkv.split(self.heads, dim=1)
+        if self.has_qk_norm:
+            q_THD, k_THD = self.q_norm(q_THD), self.k_norm(k_THD)
         out_THD = attention(rotate(q_THD, cos, sin), rotate(k_THD, cos, sin), v_THD)
         return x_TC + self.out(out_THD.flatten(1))
 
@@ -80,14 +87,17 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    def __init__(self, config: ModelConfig, seed: int = 0) -> None:
+    """Random weights by ``seed``; with None, weights that are not set."""
+
+    def __init__(self, config: ModelConfig, seed: int | None = 0) -> None:
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(config.vocabulary, config.width)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
-        self.norm = RMSNorm(config.width)
+        self.norm = RMSNorm(config.width, config.norm_eps)
         self.head = nn.Linear(config.width, config.vocabulary, bias=False)
-        self._initialise(seed)
+        if seed is not None:
+            self._initialise(seed)
 
     def _initialise(self, seed: int) -> None:
         # An explicit generator: every rank and the replay begin with the same weights, whatever ran before.

@@ -176,6 +176,31 @@ def test_checkpoints_that_keep_attention(world):
             assert held == pytest.approx(predicted, rel=0.1), "in host memory"
 
 
+def compiled_steps(rank: int, world: int, options: list[str]) -> tuple[list[float], int, int, dict]:
+    """Losses, calls of attention forward in the last step, graphs, and why there are several for a block."""
+    torch._dynamo.reset()
+    args = long_context.make_long_parser(None).parse_args([*SMALL, *CHUNKS, "--out", "none", *options])
+    args.cp, args.attention, args.recompute = world, "magi", True
+    trainer = long_context.LongTrainer(args, long_context.Place.make("cpu", world))
+    losses = [trainer.step().item() for _ in range(2)]
+    with profile() as seen:
+        losses.append(trainer.step().item())
+    counters = torch._dynamo.utils.counters
+    ran = sum(e.name == FORWARD_RANGE for e in seen.events())
+    return losses, ran, counters["stats"]["unique_graphs"], dict(counters["graph_break"])
+
+
+@pytest.mark.skipif(" " in sys.prefix, reason="torch.compile does not quote Python's path, which has a space")
+def test_compiled_blocks_in_checkpoints():
+    plain = run_processes(2, compiled_steps, [])
+    for options in ([], ["--activations", "checkpointed"]):
+        compiled = run_processes(2, compiled_steps, ["--compile", *options])
+        for (wanted, once, none, _), (losses, ran, graphs, breaks) in zip(plain, compiled):
+            assert losses == pytest.approx(wanted, rel=1e-5)
+            assert ran == once == 2, "once for each layer"
+            assert none == 0 < graphs and not breaks
+
+
 @pytest.mark.parametrize("name", ["seq-len", "accumulate", "mlp-chunk", "layers"])
 def test_counts_begin_with_one(name, capsys):
     with pytest.raises(SystemExit):
