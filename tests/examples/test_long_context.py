@@ -27,6 +27,7 @@ from magi_attention.testing.waiting import DEADLINE_S
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 sys.path[:0] = [str(EXAMPLES), str(EXAMPLES / "llama"), str(EXAMPLES.parent / "tests" / "functional")]
+import fsdp2_llama  # noqa: E402
 import long_context  # noqa: E402
 from live_bytes import LiveBytes  # noqa: E402
 from loss_in_chunks import make_loss  # noqa: E402
@@ -181,7 +182,7 @@ def compiled_steps(rank: int, world: int, options: list[str]) -> tuple[list[floa
     torch._dynamo.reset()
     args = long_context.make_long_parser(None).parse_args([*SMALL, *CHUNKS, "--out", "none", *options])
     args.cp, args.attention, args.recompute = world, "magi", True
-    trainer = long_context.LongTrainer(args, long_context.Place.make("cpu", world))
+    trainer = long_context.LongTrainer(args, fsdp2_llama.Place.make("cpu", world))
     losses = [trainer.step().item() for _ in range(2)]
     with profile() as seen:
         losses.append(trainer.step().item())
