@@ -4,7 +4,6 @@ one rank, in one launch over NVLink and stage by stage."""
 
 from __future__ import annotations
 
-import os
 import random
 import sys
 from pathlib import Path
@@ -25,8 +24,7 @@ HEADS, DIM = (8, 4, 4, 8), 64  # of q, k, v and dout
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
 
-def measure(rank: int, world: int, seed: int, is_one_launch: bool, degree: int) -> None:
-    os.environ["MAGI_ATTENTION_NATIVE_GRPCOLL"] = "1" if is_one_launch else "0"
+def measure(rank: int, world: int, seed: int, stage_mode: str, degree: int) -> None:
     rng = random.Random(seed)
     ends = sorted(rng.sample(range(1, TOKENS), 3))
     mask = Mask.varlen([0, *ends, TOKENS], causal=rng.random() < 0.7)
@@ -36,7 +34,7 @@ def measure(rank: int, world: int, seed: int, is_one_launch: bool, degree: int) 
     q, k, v, dout = (torch.randn(TOKENS, h, DIM, generator=generator).to(DEVICE, DTYPE) for h in HEADS)
 
     def run(chunks: int) -> list[torch.Tensor]:
-        policy = AttnPolicy(head_chunks=chunks, deterministic=True)
+        policy = AttnPolicy(head_chunks=chunks, deterministic=True, stage_mode=stage_mode)
         local = [plan.shard(x, group).requires_grad_() for x in (q, k, v)]
         out, _ = attend(*local, plan, group, policy=policy)
         out.backward(plan.shard(dout, group))
@@ -60,12 +58,12 @@ def measure(rank: int, world: int, seed: int, is_one_launch: bool, degree: int) 
 def test_chunks_on_one_rank(degree):
     seed = random.randrange(10**6)
     print(f"seed {seed}")
-    run_processes(1, measure, seed, True, degree, backend="nccl", timeout_s=180.0)
+    run_processes(1, measure, seed, "staged", degree, backend="nccl", timeout_s=180.0)
 
 
 @pytest.mark.parametrize(("world", "backend"), places(2, 4))
-@pytest.mark.parametrize(("is_one_launch", "degree"), [(True, 0), (False, 0), (False, 2)])
-def test_chunks_on_several_ranks(world, backend, is_one_launch, degree):
+@pytest.mark.parametrize(("stage_mode", "degree"), [("fused", 0), ("staged", 0), ("staged", 2)])
+def test_chunks_on_several_ranks(world, backend, stage_mode, degree):
     seed = random.randrange(10**6)
     print(f"seed {seed}")
-    run_processes(world, measure, seed, is_one_launch, degree, backend=backend, timeout_s=180.0)
+    run_processes(world, measure, seed, stage_mode, degree, backend=backend, timeout_s=180.0)
