@@ -5,7 +5,8 @@
         --one-sequence --steps 3 --out runs/long
 
 All is the same but attention, and how its tokens are spread: model, seed, batches, offloaded inputs of blocks, chunks
-of MLP and loss, FSDP2. The peers are those of benchmarks/context_parallel.py. Each way trains a model of its own for
+of MLP and loss, FSDP2. The peers are those of benchmarks/context_parallel.py; with --keeps-attention they keep what
+their backward takes, but for torch's, whose attention is computed again. Each way trains a model of its own for
 ``--steps``, of which the first is not timed. Rows are those of benchmarks/train.py, with losses and MFU: operations of
 matrices and of allowed pairs, recomputation not counted, beside 989 TFLOP/s of an H100 or H200 in bf16.
 """
@@ -38,6 +39,8 @@ from masks import Case  # noqa: E402
 
 from magi_attention.api import Mask, Plan  # noqa: E402
 from magi_attention.benchmarking.timing import middle_and_quantiles  # noqa: E402
+from magi_attention.functional.calls.kept_results import keep_result, kept_result  # noqa: E402
+from magi_attention.functional.stages.query_moves import Forward  # noqa: E402
 
 WAYS = ("magi", "ring", "all_gather", "ulysses", "torch_cudnn", "torch_flash")
 PEAK_FLOPS = 989e12
@@ -46,7 +49,10 @@ PEAK_FLOPS = 989e12
 class _PeerAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, peer: Peer):
-        state = peer.forward(q, k, v)
+        known = kept_result(q, v)  # with --keeps-attention, in the backward
+        state = peer.forward(q, k, v) if known is None else State(known.out, (known.lse, *known.tail))
+        if known is None:
+            keep_result(Forward(state.out, state.kept[0], None, state.kept[1:]))
         ctx.peer, ctx.count = peer, len(state.kept)
         ctx.save_for_backward(q, k, v, state.out, *state.kept)
         return state.out

@@ -55,6 +55,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--long", action="store_true", help="steps of examples/long_context.py, beside other context parallelism")
     add("--layers", type=int, help="with --long, blocks of the model; those of --config without it")
     add("--one-sequence", action="store_true", help="with --long, one causal document in place of packed ones")
+    add("--keeps-attention", action="store_true", help="with --long, checkpoints have results of attention, too")
     add("--steps", type=int, default=14, help="of which the second half is timed (14)")
     add("--dtype", choices=("bf16", "fp32"), default="bf16")
     add("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
@@ -104,6 +105,7 @@ def measure_long(seq_len: int, options: argparse.Namespace) -> list[dict]:
     """Rows of all ways, which one run of all ranks takes in turn."""
     more = ["--ways", ",".join(options.only)] + (["--one-sequence"] if options.one_sequence else [])
     more += ["--layers", str(options.layers)] if options.layers else []
+    more += ["--keeps-attention"] if options.keeps_attention else []
     with tempfile.TemporaryDirectory() as folder:
         reason = run(LONG_PROGRAM, folder, seq_len, options, more)
         written = Path(folder) / "rows.json"
@@ -124,8 +126,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.only = list(known) if options.only is None else options.only
     if unknown := [way for way in options.only if way not in known]:
         parser.error(f"--only {unknown[0]} is not measured {'with' if options.long else 'without'} --long.")
-    if not options.long and (options.layers or options.one_sequence or options.config not in ("tiny", "1b")):
-        parser.error("--layers, --one-sequence and configurations of 8B parameters go with --long; add it.")
+    is_for_long = options.layers or options.one_sequence or options.keeps_attention
+    if not options.long and (is_for_long or options.config not in ("tiny", "1b")):
+        parser.error(
+            "--layers, --one-sequence, --keeps-attention and configurations of 8B parameters go with --long; add it."
+        )
     rows: list[dict] = []
     ways = ["all ways"] if options.long else options.only
     parts = [(way, seq_len) for seq_len in options.seq_lens for way in ways]

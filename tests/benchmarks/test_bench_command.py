@@ -119,7 +119,8 @@ def test_long_training_beside_other_context_parallelism(folder, capfd):
     """The losses of all ways are those of the first."""
     pytest.importorskip("matplotlib")
     options = ["--sizes", "256", "--only", "magi,ring,all_gather,ulysses", "--repeats", "3", "--device", "cpu"]
-    assert main(["bench", "train", "--name", "mine", *options, "--", "--long", "--layers", "2", "--ranks", "2"]) == 0
+    long = ["--long", "--keeps-attention", "--layers", "2", "--ranks", "2"]
+    assert main(["bench", "train", "--name", "mine", *options, "--", *long]) == 0
     rows = json.loads((folder / "train.json").read_text())["results"]
     assert [row["name"] for row in rows] == ["magi", "ring", "all_gather", "ulysses"]
     for row in rows:
@@ -128,7 +129,7 @@ def test_long_training_beside_other_context_parallelism(folder, capfd):
     assert (folder / "report.html").exists()
 
 
-@pytest.mark.parametrize("behind", [["--layers", "2"], ["--config", "llama3-8b"], ["--only", "ring"]])
+@pytest.mark.parametrize("behind", ["--layers 2", "--config llama3-8b", "--only ring", "--keeps-attention"])
 def test_options_of_long_training_alone(behind, folder, capfd):
-    assert main(["bench", "train", "--name", "mine", "--sizes", "128", "--device", "cpu", "--", *behind]) != 0
+    assert main(["bench", "train", "--name", "mine", "--sizes", "128", "--device", "cpu", "--", *behind.split()]) != 0
     assert "--long" in capfd.readouterr().err

@@ -64,8 +64,8 @@ def test_replicas_of_groups(tmp_path):
 
 @pytest.mark.nightly
 def test_resuming_gives_the_same_bits(tmp_path):
-    straight = run(tmp_path, 2, "--save-every", "3")
-    resumed = run(tmp_path / "again", 2, "--resume", str(tmp_path / "step-3"))
+    straight = run(tmp_path, 2, "--save-every", "3", "--accumulate", "2")
+    resumed = run(tmp_path / "again", 2, "--resume", str(tmp_path / "step-3"), "--accumulate", "2")
     assert straight["losses"][3:] == resumed["losses"]
 
 
