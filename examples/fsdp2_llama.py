@@ -21,7 +21,7 @@ import os
 import sys
 import time
 from concurrent.futures import Future
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -55,11 +55,6 @@ def config_of(args: argparse.Namespace) -> ModelConfig:
     return read_config(Path(args.weights)) if args.weights else CONFIGS[args.config]
 
 
-def seed_of(args: argparse.Namespace) -> int | None:
-    """Of random weights."""
-    return None if args.weights else args.seed
-
-
 class PlannedBlock(Block):
     """The plan is an argument, so a compiled block serves every plan."""
 
@@ -85,10 +80,13 @@ def by_document(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, plan: Plan) -> Tens
 
 
 class PackedLlama(Llama):
-    """Llama whose forward takes a plan. ``recomputes``: activations of blocks are computed again in the backward."""
+    """Llama whose forward takes a plan; its weights are not set yet.
 
-    def __init__(self, config: ModelConfig, seed: int | None, block: type[Block], recomputes: bool) -> None:
-        super().__init__(config, seed)
+    ``recomputes``: activations of blocks are computed again in the backward.
+    """
+
+    def __init__(self, config: ModelConfig, block: type[Block], recomputes: bool) -> None:
+        super().__init__(config, None)
         self.recomputes = recomputes
         for one in self.blocks:
             one.__class__ = block  # the same parameters with another forward
@@ -131,10 +129,8 @@ class Trainer:
     def __init__(self, args: argparse.Namespace, place: Place) -> None:
         self.args, self.place = args, place
         block = SdpaBlock if args.attention == "sdpa" else PlannedBlock
-        with torch.device("meta") if args.weights else nullcontext():
+        with torch.device("meta"):  # a rank has memory for its shards alone
             self.model = self.make_model(block)
-        if not args.weights:
-            self.model.to(place.device)
         low = torch.bfloat16 if args.dtype == "bf16" else torch.float32
         policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32)
         everyone = place.mesh["dp", "cp"]._flatten("fsdp")
@@ -143,9 +139,11 @@ class Trainer:
                 one.compile(fullgraph=args.attention == "magi")
             fully_shard(one, mesh=everyone, mp_policy=policy)
         fully_shard(self.model, mesh=everyone, mp_policy=policy)
-        if args.weights:  # a rank has memory for its shards alone
-            self.model.to_empty(device=place.device)
+        self.model.to_empty(device=place.device)
+        if args.weights:
             load_weights(self.model, Path(args.weights))
+        else:
+            self.model.draw_weights(args.seed)
         set_gradient_sum(self.model)  # ranks hold other tokens of one batch
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=args.learning_rate, betas=(0.9, 0.95))
         shape = config_of(args)
@@ -155,7 +153,7 @@ class Trainer:
         self.read_from(0)
 
     def make_model(self, block: type[Block]) -> PackedLlama:
-        return PackedLlama(config_of(self.args), seed_of(self.args), block, self.args.recompute)
+        return PackedLlama(config_of(self.args), block, self.args.recompute)
 
     def loss_sum(self, tokens: Tensor, positions: Tensor, labels: Tensor, plan: Plan) -> Tensor:
         logits = self.model(tokens, positions, plan, self.place.cp_group)

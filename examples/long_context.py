@@ -38,7 +38,6 @@ from fsdp2_llama import (
     make_parser,
     positive,
     run,
-    seed_of,
 )
 from loss_in_chunks import LOSSES, make_loss
 from model import Block, ModelConfig, rotary_tables
@@ -71,7 +70,7 @@ class LongLlama(PackedLlama):
     """Its forward gives the sum of the losses, so that logits of all tokens are never there."""
 
     def __init__(self, args: argparse.Namespace, block: type[LongBlock] = LongBlock) -> None:
-        super().__init__(shape_of(args), seed_of(args), block, True)
+        super().__init__(shape_of(args), block, True)
         self.loss_sum, self.about_loss = make_loss(args.loss, args.logits_chunk)
         self.is_offloaded, self.keeps_attention = args.activations == "offloaded", args.keeps_attention
         for block in self.blocks:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 # (q (T, Hq, D), k (T, Hk, D), v (T, Hk, D)) -> (T, Hq, D)
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -86,8 +87,16 @@ class Block(nn.Module):
         return x_TC + self.down(F.silu(gate) * up)
 
 
+def local_rows(parameter: Tensor) -> tuple[Tensor, int]:
+    """The rows that are here, and the number of the first one. FSDP2 shards the rows as ``torch.chunk`` does."""
+    if not isinstance(parameter, DTensor):
+        return parameter, 0
+    mesh, count = parameter.device_mesh, parameter.shape[0]
+    return parameter.to_local(), min(mesh.get_local_rank() * -(-count // mesh.size()), count)
+
+
 class Llama(nn.Module):
-    """Random weights by ``seed``; with None, weights that are not set."""
+    """Random weights by ``seed``; with None, weights that are not set yet."""
 
     def __init__(self, config: ModelConfig, seed: int | None = 0) -> None:
         super().__init__()
@@ -97,17 +106,21 @@ class Llama(nn.Module):
         self.norm = RMSNorm(config.width, config.norm_eps)
         self.head = nn.Linear(config.width, config.vocabulary, bias=False)
         if seed is not None:
-            self._initialise(seed)
+            self.draw_weights(seed)
 
-    def _initialise(self, seed: int) -> None:
+    @torch.no_grad()
+    def draw_weights(self, seed: int) -> None:
+        """The same for any sharding. One parameter at a time is whole, in host memory."""
         # An explicit generator: every rank and the replay begin with the same weights, whatever ran before.
         generator = torch.Generator().manual_seed(seed)
         residual_scale = (2 * self.config.num_layers) ** -0.5
         for name, weight in self.named_parameters():
-            if weight.ndim < 2:
-                continue
-            scale = residual_scale if name.endswith(("out.weight", "down.weight")) else 1.0
-            nn.init.normal_(weight, std=0.02 * scale, generator=generator)
+            drawn = torch.ones(weight.shape)
+            if weight.ndim > 1:
+                scale = residual_scale if name.endswith(("out.weight", "down.weight")) else 1.0
+                drawn.normal_(std=0.02 * scale, generator=generator)
+            local, first = local_rows(weight)
+            local.copy_(drawn[first : first + len(local)])
 
     def forward(self, tokens_T: Tensor, positions_T: Tensor, attention: Attention) -> Tensor:
         """Logits (T, vocabulary)."""

@@ -13,9 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from model import Llama, ModelConfig
-from torch import Tensor
-from torch.distributed.tensor import DTensor
+from model import Llama, ModelConfig, local_rows
 
 # Parameters of a block, and whose rows they hold one behind the other.
 _OF_BLOCK = {
@@ -64,7 +62,7 @@ def load_weights(model: Llama, folder: Path) -> int:
     with ExitStack() as stack, torch.no_grad():
         slices = _slices(folder, stack)
         for name, parameter in model.named_parameters():
-            local, first = _local_rows(parameter)
+            local, first = local_rows(parameter)
             end, at = first + len(local), 0
             for source in _sources(name):
                 if source not in slices:
@@ -91,14 +89,6 @@ def _sources(name: str) -> Iterator[str]:
     _, number, rest = name.split(".", 2)
     for part in _OF_BLOCK[rest]:
         yield f"model.layers.{number}.{part}.weight"
-
-
-def _local_rows(parameter: Tensor) -> tuple[Tensor, int]:
-    """The rows that are here, and the number of the first one. FSDP2 shards the rows as ``torch.chunk`` does."""
-    if not isinstance(parameter, DTensor):
-        return parameter, 0
-    mesh, count = parameter.device_mesh, parameter.shape[0]
-    return parameter.to_local(), min(mesh.get_local_rank() * -(-count // mesh.size()), count)
 
 
 def _slices(folder: Path, stack: ExitStack) -> dict[str, Any]:

@@ -152,6 +152,7 @@ def keeping(rank: int, world: int, seed: int) -> list[tuple]:
             args = long_context.make_long_parser(None).parse_args([*words, *keeps])
             args.cp, args.device = world, "cpu"
             model = long_context.LongLlama(args)
+            model.draw_weights(seed)
             with profile() as seen, LiveBytes() as live:
                 loss = model(local, positions, labels, plan, group)
                 held = NotedInputs.last.host_bytes if activations == "offloaded" else live.now

@@ -53,6 +53,7 @@ def make(way: tuple[str, bool], words: list[str]) -> tuple[long_context.LongLlam
     args = long_context.make_long_parser(None).parse_args([*sizes, *words, *(["--keeps-attention"] if keeps else [])])
     args.cp, args.device = 1, DEVICE
     model = long_context.LongLlama(args).to(DEVICE, torch.bfloat16)
+    model.draw_weights(0)
     for block in model.blocks:
         if args.compile:
             block.compile(fullgraph=True)
