@@ -137,6 +137,8 @@ def kernel_tiles(
     """What the kernels that will run such calls on ``device`` want to know; None if their backend makes no tile plans.
     Collective at the first call for a group of GPUs."""
     options = AttnOptions(head_dims[0] ** -0.5, softcap, deterministic=policy.deterministic)
+    if heads[1] % policy.head_chunks == 0:  # else attend refuses the call
+        heads = (heads[0] // policy.head_chunks, heads[1] // policy.head_chunks)
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     problem = Problem(device.type, dtype, *heads, *head_dims, options, needs_backward=True, capability=capability)
     backend, _ = registry.select(problem, policy.backend, policy.is_backend_explicit)

@@ -12,15 +12,19 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from magi_attention.api import Mask, OverlapConfig, attend, kernel_tiles, make_plan, plan_async
+from magi_attention.api import AttnPolicy, Mask, OverlapConfig, attend, kernel_tiles, make_plan, plan_async
 from magi_attention.comm.collectives.layout import A2AVLayout
+from magi_attention.comm.transport.base import SingleTransport
 from magi_attention.common.slices import SliceTable
 from magi_attention.config import DistAttnConfig
 from magi_attention.errors import ContractError
+from magi_attention.functional import ahead
 from magi_attention.functional.ahead import AHEAD, _calls, prepare
 from magi_attention.functional.one_launch.nvlink import FusedAttention
+from magi_attention.kernels import Registry
 from magi_attention.kernels.ffa import schedule as schedule_module
 from magi_attention.kernels.ffa.ahead import KernelTiles
+from magi_attention.kernels.ffa.backend import FfaBackend
 from magi_attention.kernels.ffa.plans import PlanShape, table_plan
 from magi_attention.kernels.types import AttnOptions
 from magi_attention.meta import plan as meta_plan
@@ -186,6 +190,26 @@ def test_no_thread_outlives_the_interpreter():
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
+
+
+class TilesOfHeads(FfaBackend):
+    """Says which heads it was asked for."""
+
+    def __init__(self) -> None:
+        pass
+
+    def why_not(self, problem):
+        return None if (problem.num_heads_q, problem.num_heads_kv) == (4, 2) else "These are all heads at once."
+
+    def tiles(self, index, dtype, heads, head_dims, options):
+        return KernelTiles((), (), heads, head_dims, 1, options, False)
+
+
+def test_kernel_tiles_are_those_of_a_head_chunk():
+    """Each chunk is a call of its own, so tile plans of all heads together would not be found."""
+    of_heads = (torch.device("cpu", 0), torch.bfloat16, (8, 4), (64, 64), 0.0, SingleTransport())
+    tiles = ahead.kernel_tiles(*of_heads, Registry((TilesOfHeads(),)), AttnPolicy(head_chunks=2))
+    assert tiles is not None and tiles.heads == (4, 2)
 
 
 def test_a_cpu_has_no_kernel_tiles():
