@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The long-context example on a GPU: checkpoints in host memory and attention that is kept give the same bits as plain
-checkpoints, also where copies are late, and the peak of memory goes down as predicted."""
+"""The long-context example on GPUs: checkpoints in host memory and attention that is kept give the same bits as plain
+checkpoints, also where copies are late and where ranks share the sequence, and the peak of memory goes down as
+predicted."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from places import places
 from torch.profiler import profile
 
 from magi_attention.api import Mask, make_plan
@@ -51,7 +53,7 @@ def make(way: tuple[str, bool], words: list[str]) -> tuple[long_context.LongLlam
     activations, keeps = way
     sizes = f"--out none --mlp-chunk 2048 --logits-chunk 1024 --loss checkpointed --activations {activations}".split()
     args = long_context.make_long_parser(None).parse_args([*sizes, *words, *(["--keeps-attention"] if keeps else [])])
-    args.cp, args.device = 1, DEVICE
+    args.cp, args.device = dist.get_world_size(), DEVICE
     model = long_context.LongLlama(args).to(DEVICE, torch.bfloat16)
     model.draw_weights(0)
     for block in model.blocks:
@@ -63,7 +65,8 @@ def make(way: tuple[str, bool], words: list[str]) -> tuple[long_context.LongLlam
 def step(model: long_context.LongLlama, seed: int) -> list[torch.Tensor]:
     """The loss and the gradients, of documents by ``seed``."""
     ends = sorted(random.Random(seed).sample(range(1, TOKENS), 5))
-    plan, group = make_plan(Mask.varlen([0, *ends, TOKENS], causal=True), 1), dist.group.WORLD
+    mask, group = Mask.varlen([0, *ends, TOKENS], causal=True), dist.group.WORLD
+    plan = make_plan(mask, dist.get_world_size())
     tokens = plan.shard(torch.randint(0, 256, (TOKENS,), generator=torch.Generator().manual_seed(seed)).to(DEVICE))
     model.zero_grad()
     positions = plan.positions(group, torch.device(DEVICE), per_document=True)
@@ -96,6 +99,14 @@ def test_the_same_bits_as_plain_checkpoints(words):
     seed = random.randrange(10**6)
     print(f"seed {seed}")
     run_processes(1, same_bits, seed, words, backend="nccl", timeout_s=400.0)
+
+
+@pytest.mark.parametrize(("world", "backend"), places(2, 4))
+def test_the_same_bits_on_several_ranks(world, backend):
+    """In one launch over NVLink where there is one, as by default."""
+    seed = random.randrange(10**6)
+    print(f"seed {seed}")
+    run_processes(world, same_bits, seed, [], backend=backend, timeout_s=400.0)
 
 
 def peaks(rank: int, world: int, seed: int) -> list[tuple[int, int]]:
