@@ -208,6 +208,18 @@ def test_heads_that_gave_their_mass_elsewhere_weigh_less():
     torch.testing.assert_close(got, (target * (target.log() - scores)).sum(1))
 
 
+@settings(max_examples=60, deadline=None, print_blob=True)
+@given(keys=st.integers(1, 30), seed=st.integers(0, 10**6))
+def test_queries_stand_as_they_are_numbered(keys, seed):
+    masks, _ = draw_masks(keys, keys, torch.Generator().manual_seed(seed))
+    masks.pop("positions", None)
+    got, want = (
+        visible_of({**masks, "positions": at}).bounds(keys, keys, torch.device("cpu"))
+        for at in (None, torch.arange(keys, dtype=torch.int32))
+    )
+    assert torch.equal(got, want)
+
+
 class Largest(TorchDispatchMode):
     """The most elements of a tensor that any operation made."""
 

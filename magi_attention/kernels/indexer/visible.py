@@ -32,22 +32,34 @@ class Visible(NamedTuple):
     k_end: torch.Tensor | None
 
     def bounds(self, queries: int, keys: int, device: torch.device) -> torch.Tensor:
-        """int64 (queries, 2): first key of each query, and the one behind its last."""
-        low = torch.zeros(queries, dtype=torch.int64, device=device)
-        high = torch.full_like(low, keys)
-        if self.causal or self.cu_seqlens is not None:
-            at = torch.arange(keys, device=device) if self.positions is None else self.positions.to(low)
-            if self.causal:
-                high = torch.minimum(high, at + 1)
-            if self.cu_seqlens is not None:
-                starts = _document_starts(self.cu_seqlens, keys).to(low)
-                document = torch.searchsorted(starts, at, right=True).clamp(1, len(starts) - 1)
-                low, high = starts[document - 1], torch.minimum(high, starts[document])
+        """int64 (queries, 2): first key of each query, and the one behind its last, from 0 to ``keys``.
+
+        Its columns are contiguous. A causal mask of all keys takes two operations on the device."""
+        low, high = bounds = torch.zeros((2, queries), dtype=torch.int64, device=device)
+        if self.positions is not None:
+            high.copy_(self.positions).add_(1)
+        elif self.causal or self.cu_seqlens is not None:
+            torch.arange(1, keys + 1, out=high)
+        # Now high is the key behind the query's own.
+        if self.cu_seqlens is not None:
+            starts = _document_starts(self.cu_seqlens, keys).to(low)
+            document = torch.searchsorted(starts, high)
+            if self.positions is not None:
+                document.clamp_(1, len(starts) - 1)
+            if not self.causal:
+                torch.index_select(starts, 0, document, out=high)
+            elif self.positions is not None:
+                torch.minimum(high, starts[document], out=high)
+            torch.index_select(starts, 0, document.sub_(1), out=low)
+        elif not self.causal:
+            high.fill_(keys)
+        elif self.positions is not None:
+            high.clamp_(max=keys)
         if self.k_start is not None:
-            low = torch.maximum(low, self.k_start.to(low))
+            torch.maximum(low, self.k_start.to(low), out=low)
         if self.k_end is not None:
-            high = torch.minimum(high, self.k_end.to(low))
-        return torch.stack((low, high), 1)
+            torch.minimum(high, self.k_end.to(low), out=high)
+        return bounds.T
 
 
 def _document_starts(cu_seqlens: torch.Tensor, keys: int) -> torch.Tensor:
