@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Approximate functions, and packing to 16 bits: thin wrappers over PTX.
+// Approximate functions, maxima, and packing to 16 bits: thin wrappers over PTX.
 #pragma once
 
 #include <cstdint>
@@ -24,6 +24,13 @@ __device__ __forceinline__ float tanh_fast(float x) {
   float y;
   asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
+}
+
+// NaN where one is.
+__device__ __forceinline__ float max_nan(float x, float y) {
+  float z;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
+  return z;
 }
 
 template <typename T>

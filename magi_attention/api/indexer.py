@@ -74,8 +74,12 @@ def indexer_topk_blocks(
     ``local_blocks`` blocks that it sees, ``k`` or fewer, are chosen first: with ``causal`` its own and those before it.
 
     Blocks of ``k_block_size`` keys are counted from the first key that a query sees, so documents choose as if alone.
-    Arguments after the star, order of equal scores and memory are as of ``indexer_topk``; further memory is 64 queries
-    by the number of blocks. No gradient goes through it. Under ``torch.compile(fullgraph=True)`` it is one custom op.
+    Arguments after the star and the order of equal scores are as of ``indexer_topk``. It never holds T x S numbers. No
+    gradient goes through it. Under ``torch.compile(fullgraph=True)`` it is one custom op.
+
+    Hopper GPUs have kernels for 16-bit inputs, up to 64 heads of 128 columns, ``k`` to 4,096 and blocks of any size,
+    with the arithmetic of ``indexer_topk`` there and elsewhere. They hold the scores of blocks, and not of keys, of
+    some queries at a time: 256 MiB. Plain PyTorch holds those of 64 queries.
 
     ``deterministic``: as of ``prepare_indices``, for attention with ``deterministic=True``; one custom op more.
 

@@ -211,22 +211,30 @@ typedef struct {
 MAGI_EXPORT magi_status magi_ffa_index_prepare(const magi_ffa_index_prepare_params* params);
 MAGI_EXPORT magi_status magi_ffa_index_blocks(const magi_ffa_index_prepare_params* params);
 
-/* The indexer: of the keys within the bounds of a query, the num_best with the highest scores sum_h
- * weights[h] * relu(q_h . k), ascending, then -1. Of equal scores the first keys are taken. q
- * (total_q, heads, d), k (total_k, d) 16-bit, last dim contiguous, strides in elements; bases and
- * strides are multiples of 16 bytes. Up to 64 heads of 128 columns, and 4,096 best keys. */
+/* The indexer: of the keys that a query sees, the num_best with the highest scores sum_h weights[h]
+ * * relu(q_h . k), ascending, then -1. Of equal scores the first keys are taken. q (total_q, heads,
+ * d), k (total_k, d) 16-bit, last dim contiguous, strides in elements; bases and strides are
+ * multiples of 16 bytes. Up to 64 heads of 128 columns, and 4,096 best keys.
+ *
+ * With block_size > 0 the same of blocks of so many keys, counted from k_start. A block has the
+ * score of its best key that the query sees; for the last local_blocks of the query that is
+ * infinity. With weights NULL each head has a list of its own, by scores q_h . k; else num_lists is
+ * 1. */
 typedef struct {
   int32_t version; /* MAGI_ABI_VERSION */
   int32_t dtype;   /* MAGI_BF16 or MAGI_FP16 */
   int32_t total_q, total_k, heads, head_dim;
   int32_t num_best;
-  int32_t chunk; /* queries whose scores are in memory at a time */
+  int32_t block_size;   /* keys of a block; 0: lists of keys */
+  int32_t local_blocks; /* <= num_best */
+  int32_t chunk;        /* queries whose scores are in memory at a time */
   int64_t q_stride_token, q_stride_head, k_stride_token;
   const void *q, *k;
-  const float* weights;  /* (total_q, heads), contiguous */
-  const int64_t* bounds; /* (total_q, 2): first key, and the one behind the last; clamped */
-  float* scores;         /* (chunk, total_k rounded up to 128), a multiple of 16 bytes */
-  int32_t* lists;        /* (total_q, num_best) */
+  const float* weights;           /* (total_q, heads), contiguous; or NULL, with blocks */
+  const int64_t *k_start, *k_end; /* (total_q,): first key, and the one behind the last; clamped */
+  void* scratch;  /* 4 bytes each for (chunk, total_k rounded up to 128), or for (chunk, num_lists,
+                     blocks of total_k rounded up to 4), at a multiple of 16 bytes */
+  int32_t* lists; /* (total_q, num_lists, num_best) */
   void* stream;
 } magi_ffa_indexer_params;
 

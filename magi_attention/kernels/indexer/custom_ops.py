@@ -70,10 +70,17 @@ def topk_blocks_op(
     """``(rows, counts, k_start, k_end)`` of ``PreparedIndices``."""
     visible = Visible(causal, positions, cu_seqlens, k_start, k_end)
     bounds = visible.bounds(len(q_index), len(k_index), q_index.device)
-    bounds = torch.stack((bounds[:, 0].clamp(min=0), bounds[:, 1].clamp(max=len(k_index))), 1)
+    library = hopper.library_for(q_index, k_index, k)
     with torch.autocast(q_index.device.type, enabled=False):
-        blocks = Blocks(block_rows, block_keys)
-        best = best_blocks(q_index, k_index, weights, bounds, k, block_size, local_blocks, blocks)
+        if library is None:
+            blocks = Blocks(block_rows, block_keys)
+            best = best_blocks(q_index, k_index, weights, bounds, k, block_size, local_blocks, blocks)
+        else:
+            with torch.cuda.device(q_index.device):
+                stream = torch.cuda.current_stream().cuda_stream
+                best = hopper.best_blocks(
+                    library, q_index, k_index, weights, bounds, k, block_size, local_blocks, stream
+                )  # fmt: skip
     return best, (best >= 0).sum(2, dtype=torch.int32), bounds[:, 0].clone(), bounds[:, 1].clone()
 
 

@@ -63,8 +63,8 @@ def best_blocks(
             values.scatter_reduce_(2, place, scores, "amax")
         block = torch.arange(count, device=best.device)
         is_local = (block < own) & (block >= own - local_blocks)
-        values, order = values.masked_fill_(is_local[:, None], -_NEG_INF).sort(dim=2, descending=True, stable=True)
-        chosen = torch.where(values[..., :k] > _NEG_INF, order[..., :k], -1).int()
+        order = values.masked_fill_(is_local[:, None], -_NEG_INF).sort(dim=2, descending=True, stable=True).indices
+        chosen = torch.where(order[..., :k] < own[:, None], order[..., :k], -1).int()
         best[rows, :, : chosen.shape[2]] = _ascending(chosen)
     return best
 

@@ -79,9 +79,9 @@ class IndexerParams(ctypes.Structure):
     """``magi_ffa_indexer_params``. Strides in elements, addresses as integers."""
 
     _fields_ = fields("""
-        int32 version dtype total_q total_k heads head_dim num_best chunk
+        int32 version dtype total_q total_k heads head_dim num_best block_size local_blocks chunk
         int64 q_stride_token q_stride_head k_stride_token
-        void* q k weights bounds scores lists stream
+        void* q k weights k_start k_end scratch lists stream
     """)
 
 

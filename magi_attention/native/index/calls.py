@@ -93,7 +93,7 @@ class IndexLibrary:
         params = index_abi.IndexPrepareParams(version=abi.ABI_VERSION, **fields)
         self.check(self._entry("magi_ffa_index_blocks")(ctypes.byref(params)), "Making lists of blocks")
 
-    def indexer_topk(self, **fields: int) -> None:
+    def indexer_topk(self, **fields: int | None) -> None:
         """``magi_ffa_indexer_topk`` with the fields of ``IndexerParams``."""
         params = index_abi.IndexerParams(version=abi.ABI_VERSION, **fields)
         self.check(self._entry("magi_ffa_indexer_topk")(ctypes.byref(params)), "The indexer")

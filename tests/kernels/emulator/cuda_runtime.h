@@ -65,3 +65,11 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
                         device.seed++, device.multiprocessors, config->numAttrs != 0});
   return cudaSuccess;
 }
+inline cudaError_t cudaMemsetAsync(void* at, int value, size_t bytes, cudaStream_t) {
+  hopper::device.stream.launch({dim3(1), 32, 0,
+                                [=] {
+                                  if (threadIdx.x == 0) std::memset(at, value, bytes);
+                                },
+                                0, hopper::device.multiprocessors, false});
+  return cudaSuccess;
+}

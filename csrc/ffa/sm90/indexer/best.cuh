@@ -1,163 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
-// The keys with the highest scores of each query, exactly: a radix select of the lowest score that
-// is taken, then one pass that writes keys in order. Of keys with that score the first are taken.
+// The keys with the highest scores of each query.
 #pragma once
 
-#include <cstdint>
-
-#include "ffa/sm90/index/sum_before.cuh"
 #include "ffa/sm90/indexer/params.h"
+#include "ffa/sm90/indexer/radix_select.cuh"
 
 namespace magi {
-
-constexpr int kDigits = 3, kDigitBits = 11;  // the last one has 10
-constexpr int kBins = 1 << kDigitBits;
-
-// Greater for greater scores; NaN above all, -0 as 0.
-__device__ __forceinline__ uint32_t rank_of(float score) {
-  const uint32_t bits = __float_as_uint(score + 0.f);
-  if ((bits & 0x7fffffffu) > 0x7f800000u) return 0xffffffffu;
-  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-}
-
-// Four scores of a row, from a multiple of 4 on. Those that the query does not see are none.
-struct FourScores {
-  static constexpr int kStep = 4 * kPrepareThreads;  // from one turn of a thread to its next
-  uint32_t ranks[4];
-  bool is_seen[4];
-
-  __device__ __forceinline__ FourScores(const float* row, int at, int2 seen) {
-    const float4 x = at < seen.y ? __ldg(reinterpret_cast<const float4*>(row + at))
-                                 : make_float4(0.f, 0.f, 0.f, 0.f);
-    const float scores[4] = {x.x, x.y, x.z, x.w};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      ranks[i] = rank_of(scores[i]);
-      is_seen[i] = at + i >= seen.x && at + i < seen.y;
-    }
-  }
-
-  // This thread's first ones.
-  static __device__ __forceinline__ int begin(int2 seen) {
-    return seen.x / 4 * 4 + 4 * static_cast<int>(threadIdx.x);
-  }
-};
-
-struct Threshold {
-  uint32_t rank;  // keys above it are taken,
-  int equals;     // and so many of those that are equal
-};
-
-// The CTA finds the bin in which the `wanted`-th rank from above is. `bins` hold counts; found[0]
-// is the bin, found[1] how many are wanted of it.
-__device__ __forceinline__ void find_bin(const uint32_t* bins, int wanted, uint32_t* warps,
-                                         int* found) {
-  constexpr int kMine = kBins / kPrepareThreads;
-  const int top = kBins - 1 - static_cast<int>(threadIdx.x) * kMine;  // my bins go down from here
-  int mine = 0, total;
-  for (int i = 0; i < kMine; ++i) mine += static_cast<int>(bins[top - i]);
-  int above = sum_before(mine, warps, &total);
-  if (above < wanted && wanted <= above + mine) {
-    int bin = top;
-    while (above + static_cast<int>(bins[bin]) < wanted) above += static_cast<int>(bins[bin--]);
-    found[0] = bin;
-    found[1] = wanted - above;
-  }
-  __syncthreads();
-}
-
-// Counts by a digit those whose digits above are `upper`.
-__device__ __forceinline__ void count_digit(const FourScores& x, uint32_t above, uint32_t upper,
-                                            int shift, uint32_t mask, uint32_t* bins) {
-#pragma unroll
-  for (int i = 0; i < 4; ++i)
-    if (x.is_seen[i] && (x.ranks[i] & above) == upper)
-      atomicAdd(bins + (x.ranks[i] >> shift & mask), 1u);
-}
-
-// The rank of which some scores are the last that are taken, of `seen`, which are more than
-// `wanted`.
-__device__ __forceinline__ Threshold select_rank(const float* row, int2 seen, int wanted,
-                                                 uint32_t* bins, uint32_t* warps, int* found) {
-  Threshold threshold{0, wanted};
-#pragma unroll 1
-  for (int digit = 0; digit < kDigits; ++digit) {
-    const int shift = digit == 2 ? 0 : 21 - kDigitBits * digit;
-    const uint32_t mask = digit == 2 ? 0x3ff : kBins - 1;
-    const uint32_t above = digit == 0 ? 0 : 0xffffffffu << (digit == 2 ? 10 : 21);
-    for (int i = threadIdx.x; i < kBins; i += kPrepareThreads) bins[i] = 0;
-    __syncthreads();
-    // Several loads are under way at a time.
-    for (int at = FourScores::begin(seen); at < seen.y; at += 2 * FourScores::kStep) {
-      const FourScores x(row, at, seen), y(row, at + FourScores::kStep, seen);
-      count_digit(x, above, threshold.rank, shift, mask, bins);
-      count_digit(y, above, threshold.rank, shift, mask, bins);
-    }
-    __syncthreads();
-    find_bin(bins, threshold.equals, warps, found);
-    threshold.rank |= static_cast<uint32_t>(found[0]) << shift;
-    threshold.equals = found[1];
-    __syncthreads();
-  }
-  return threshold;
-}
-
-// Writes `wanted` keys in order.
-__device__ __forceinline__ void write_keys(const float* row, int2 seen, int wanted,
-                                           const Threshold& threshold, uint32_t* warps,
-                                           int32_t* to) {
-  // Above and equal are counted in the halves of a word: a step has no more than kStep of either.
-  int above = 0, equal = 0;
-  const int begin = FourScores::begin(seen);
-  for (int step = 0; seen.x / 4 * 4 + step < seen.y; step += FourScores::kStep) {
-    const int key = begin + step;
-    const FourScores x(row, key, seen);
-    int counts = 0, total;
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-      if (x.is_seen[i])
-        counts += (x.ranks[i] > threshold.rank) + ((x.ranks[i] == threshold.rank) << 16);
-    const int before = sum_before(counts, warps, &total);
-    int above_here = above + (before & 0xffff), equal_here = equal + (before >> 16);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if (!x.is_seen[i] || x.ranks[i] < threshold.rank) continue;
-      const bool is_equal = x.ranks[i] == threshold.rank;
-      const int equals = equal_here < threshold.equals ? equal_here : threshold.equals;
-      if (!is_equal || equal_here < threshold.equals) to[above_here + equals] = key + i;
-      above_here += !is_equal;
-      equal_here += is_equal;
-    }
-    above += total & 0xffff;
-    equal += total >> 16;
-    if (above + min(equal, threshold.equals) >= wanted) return;
-  }
-}
 
 // One CTA for a query.
 __global__ void __launch_bounds__(kPrepareThreads)
     indexer_best(const __grid_constant__ IndexerParams p) {
   extern __shared__ __align__(1024) uint8_t raw[];
-  uint32_t* warps = reinterpret_cast<uint32_t*>(raw);
-  int* found = reinterpret_cast<int*>(warps + kPrepareWarps);
-  uint32_t* bins = warps + kPrepareWarps + 2;
   const int64_t query = static_cast<int64_t>(p.first_query) + blockIdx.x;
-  const int64_t low = p.bounds[2 * query] > 0 ? p.bounds[2 * query] : 0;
-  const int64_t high = p.bounds[2 * query + 1] < p.total_k ? p.bounds[2 * query + 1] : p.total_k;
-  const int first = static_cast<int>(low), count = static_cast<int>(high > low ? high - low : 0);
-  int32_t* to = p.lists + query * p.num_best;
-  const int taken = count < p.num_best ? count : p.num_best;
-  for (int i = taken + threadIdx.x; i < p.num_best; i += kPrepareThreads) to[i] = -1;
-  if (count <= p.num_best) {
-    for (int i = threadIdx.x; i < count; i += kPrepareThreads) to[i] = first + i;
-    return;
-  }
-  const float* row = p.scores + blockIdx.x * p.pitch;
-  const int2 seen = make_int2(first, first + count);
-  const Threshold threshold = select_rank(row, seen, p.num_best, bins, warps, found);
-  write_keys(row, seen, p.num_best, threshold, warps, to);
+  write_best(p.scores + blockIdx.x * p.pitch, visible_keys(p, query), p.num_best,
+             reinterpret_cast<uint32_t*>(raw), p.lists + query * p.num_best);
 }
-
-constexpr int kBestBytes = 4 * (kPrepareWarps + 2 + kBins);
 
 }  // namespace magi

@@ -9,6 +9,7 @@ namespace magi {
 inline float exp2_fast(float x) { return std::exp2(x); }
 inline float log2_fast(float x) { return std::log2(x); }
 inline float tanh_fast(float x) { return std::tanh(x); }
+inline float max_nan(float x, float y) { return x > y || x != x ? x : y; }
 
 template <typename T>
 uint32_t pack_pair(float low, float high) {
