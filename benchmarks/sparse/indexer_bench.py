@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The best keys of an indexer on one device under a causal mask: ours beside cuDNN, in one run, on the same inputs.
+"""The best keys of an indexer on one device under a causal mask: ours beside torch and cuDNN, on the same inputs.
 
     python benchmarks/sparse/sparse_bench.py indexer [--seqlens 8K,32K] [--heads 64] [--keys 2048] [--out NAME]
+    python benchmarks/sparse/sparse_bench.py indexer --block-size 64 --keys 32 --heads 4 --separate
 
-``magi`` is the public function. ``cudnn`` is ``indexer_forward_wrapper`` and ``indexer_top_k_wrapper``, which hold the
-scores of all pairs; ``cudnn_ordered`` has its lists ascend and ties go by position, as ours do. TFLOP/s count the
-multiply-adds of the scores of (query, key) pairs that are visible. Before anything is timed our lists are compared with
-scores in float64 on a sample of queries. On a GPU a second table has the milliseconds of each kernel.
+With ``--block-size`` the best blocks of so many keys, a query's last one always; with ``--separate`` of each head.
+
+``magi`` is the public function, ``torch`` what it runs where there are no kernels. ``cudnn`` is
+``indexer_forward_wrapper`` and ``indexer_top_k_wrapper``, which hold the scores of all pairs; ``cudnn_ordered`` has its
+lists ascend and ties go by position, as ours do. TFLOP/s count the multiply-adds of the scores of (query, key) pairs
+that are visible. Before anything is timed our lists are compared with scores in float64 on a sample of queries. On a
+GPU a second table has the milliseconds of each kernel.
 """
 
 from __future__ import annotations
@@ -28,14 +32,17 @@ from peers import PEERS, _has, missing  # noqa: E402
 from reference import sample_rows  # noqa: E402
 from result_file import plain_settings, write_results  # noqa: E402
 
-from magi_attention.api import indexer_topk  # noqa: E402
+from magi_attention.api import indexer_topk, indexer_topk_blocks  # noqa: E402
 from magi_attention.benchmarking.timing import LONG_LEAD_CYCLES, interleaved_us, reason_of, summary  # noqa: E402
 from magi_attention.cli.common import show_table  # noqa: E402
-from magi_attention.testing.indexer import assert_best  # noqa: E402
+from magi_attention.kernels.indexer import Blocks, Visible  # noqa: E402
+from magi_attention.kernels.indexer.topk import best_blocks, best_keys  # noqa: E402
+from magi_attention.testing.indexer import assert_best, assert_best_blocks  # noqa: E402
 
-Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # queries, keys and weights
-Make = Callable[[Inputs, int], Callable[[], torch.Tensor]]
+Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]  # queries, keys and weights
+Make = Callable[[Inputs, argparse.Namespace], Callable[[], torch.Tensor]]
 SAMPLE = 16  # at most so many queries are compared
+LOCAL_BLOCKS = 1
 
 
 @dataclass
@@ -58,39 +65,57 @@ def make_parser() -> argparse.ArgumentParser:
     add("--seqlens", type=list_of(parse_size), default="8K,32K", metavar="8K,64K", help="tokens (8K,32K)")
     add("--heads", type=int, default=64, help="index heads (64)")
     add("--head-dim", type=int, default=128, help="of these (128)")
-    add("--keys", type=int, default=2048, help="that each query keeps (2048)")
+    add("--keys", type=int, default=2048, help="or blocks of keys, that each query keeps (2048)")
+    add("--block-size", type=int, default=0, help="keys of a block; 0: lists of keys (0)")
+    add("--separate", action="store_true", help="a list of blocks for each head, without weights")
     add("--dtype", choices=tuple(DTYPES), default="bf16")
     add("--repeats", type=int, default=10, help="timed runs of each, of which the median counts (10)")
-    add("--only", type=list_of(str), metavar="magi,cudnn", help="only these implementations")
+    add("--only", type=list_of(str), metavar="magi,torch", help="only these implementations")
     add("--out", type=Path, help="write OUT.json")
     return parser
 
 
-def _ours(inputs: Inputs, keys: int) -> Callable[[], torch.Tensor]:
-    return lambda: indexer_topk(*inputs, keys)
+def _ours(inputs: Inputs, options: argparse.Namespace) -> Callable[[], torch.Tensor]:
+    q, k, weights = inputs
+    if options.block_size:
+        more = options.keys, options.block_size
+        return lambda: indexer_topk_blocks(*inputs, *more, local_blocks=LOCAL_BLOCKS).rows
+    assert weights is not None
+    return lambda: indexer_topk(q, k, weights, options.keys)
 
 
-def _cudnn(inputs: Inputs, keys: int, is_ordered: bool) -> Callable[[], torch.Tensor]:
+def _torch(inputs: Inputs, options: argparse.Namespace) -> Callable[[], torch.Tensor]:
+    q, k, weights = inputs
+    bounds = Visible(True, None, None, None, None).bounds(len(q), len(k), q.device)
+    if options.block_size:
+        more = options.keys, options.block_size, LOCAL_BLOCKS, Blocks(64, 1024)
+        return lambda: best_blocks(*inputs, bounds, *more)
+    assert weights is not None
+    return lambda: best_keys(q, k, weights, bounds, options.keys, Blocks(64, max(1024, options.keys)))
+
+
+def _cudnn(inputs: Inputs, options: argparse.Namespace, is_ordered: bool) -> Callable[[], torch.Tensor]:
     from cudnn.deepseek_sparse_attention.indexer_forward import indexer_forward_wrapper
     from cudnn.deepseek_sparse_attention.indexer_top_k import indexer_top_k_wrapper
 
+    assert inputs[2] is not None
     q, k, weights = inputs[0][None], inputs[1][None, :, None], inputs[2][None]
     counts = torch.arange(1, q.shape[1] + 1, dtype=torch.int32, device=q.device)
 
     def run() -> torch.Tensor:
         scores = indexer_forward_wrapper(q, k, weights, ratio=1, qhead_per_kv_head=q.shape[2])["scores"][0]
         best: torch.Tensor = indexer_top_k_wrapper(
-            scores, counts, keys, return_val=False, deterministic=is_ordered
+            scores, counts, options.keys, return_val=False, deterministic=is_ordered
         )["indices"]  # fmt: skip
         return best
 
     return run
 
 
-def available() -> dict[str, Make]:
+def available(block_size: int = 0) -> dict[str, Make]:
     """Implementations by name, ours first."""
-    found: dict[str, Make] = {"magi": _ours}
-    if _has("cudnn.deepseek_sparse_attention"):
+    found: dict[str, Make] = {"magi": _ours, "torch": _torch}
+    if not block_size and _has("cudnn.deepseek_sparse_attention"):
         found |= {"cudnn": partial(_cudnn, is_ordered=False), "cudnn_ordered": partial(_cudnn, is_ordered=True)}
     return found
 
@@ -99,16 +124,23 @@ def draw(seqlen: int, options: argparse.Namespace, device: str) -> Inputs:
     generator = torch.Generator(device).manual_seed(seqlen)
     normal = partial(torch.randn, generator=generator, device=device)
     dtype, heads, dim = DTYPES[options.dtype], options.heads, options.head_dim
-    return normal(seqlen, heads, dim).to(dtype), normal(seqlen, dim).to(dtype), normal(seqlen, heads)
+    weights = None if options.separate else normal(seqlen, heads)
+    return normal(seqlen, heads, dim).to(dtype), normal(seqlen, dim).to(dtype), weights
 
 
-def check(lists: torch.Tensor, inputs: Inputs, keys: int) -> None:
+def check(lists: torch.Tensor, inputs: Inputs, options: argparse.Namespace) -> None:
     """A sample of the queries against scores in float64."""
     q, k, weights = inputs
     sample = sample_rows(len(q))
     rows = torch.from_numpy(sample[:: -(-len(sample) // SAMPLE)]).to(q.device)
     bounds = torch.stack((torch.zeros_like(rows), rows + 1), 1)
-    assert_best(lists[rows], q[rows], k, weights[rows], bounds, keys)
+    weights = None if weights is None else weights[rows]
+    of = lists[rows], q[rows], k
+    if options.block_size:
+        assert_best_blocks(*of, weights, bounds, options.keys, options.block_size, LOCAL_BLOCKS)
+    else:
+        assert weights is not None
+        assert_best(*of, weights, bounds, options.keys)
 
 
 def kernels_of(call: Callable[[], torch.Tensor]) -> dict[str, float]:
@@ -131,13 +163,13 @@ def run_case(seqlen: int, options: argparse.Namespace, makers: dict[str, Make]) 
     calls: dict[str, Callable[[], torch.Tensor]] = {}
     for name, make in makers.items():
         try:
-            call = make(inputs, options.keys)
+            call = make(inputs, options)
             lists = call()
         except Exception as failure:
             failed[name] = reason_of(failure)
             continue
         if name == "magi":
-            check(lists, inputs, options.keys)
+            check(lists, inputs, options)
         calls[name] = call
         del lists
     times = interleaved_us(calls, options.repeats, failed, LONG_LEAD_CYCLES, device)
@@ -152,12 +184,13 @@ def run_case(seqlen: int, options: argparse.Namespace, makers: dict[str, Make]) 
     return list(results.values())
 
 
-def show(results: Sequence[IndexerResult]) -> None:
+def show(results: Sequence[IndexerResult], block_size: int) -> None:
     rows = [("tokens", "", "ms", "TFLOP/s", "why not")]
     for r in results:
         figures = ("", "") if r.reason else (f"{r.median_us / 1e3:.3f}", f"{r.tflops:.0f}")
         rows.append((size_of(r.seqlen), r.name, *figures, r.reason))
-    show_table("Best keys of an indexer, causal", rows)
+    what = f"blocks of {block_size} keys" if block_size else "keys"
+    show_table(f"Best {what} of an indexer, causal", rows)
     parts = [(size_of(r.seqlen), r.name, n, f"{ms:.3f}") for r in results for n, ms in r.kernels.items()]
     if parts:
         show_table("Kernels", [("tokens", "", "kernel", "ms"), *parts])
@@ -166,7 +199,9 @@ def show(results: Sequence[IndexerResult]) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser()
     options = parser.parse_args(arguments)
-    makers = available()
+    if options.separate and not options.block_size:
+        parser.error("--separate is for lists of blocks; give --block-size, too.")
+    makers = available(options.block_size)
     if options.only:
         unknown = [n for n in options.only if n not in makers]
         if unknown:
@@ -177,7 +212,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     results: list[IndexerResult] = []
     for seqlen in options.seqlens:
         found = run_case(seqlen, options, makers)
-        show(found)
+        show(found, options.block_size)
         results += found
         if options.out:
             rows = [asdict(r) for r in results]

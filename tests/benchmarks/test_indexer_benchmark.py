@@ -25,11 +25,27 @@ def test_a_run_counts_visible_pairs(tmp_path, capsys):
     assert "other: not installed here" in capsys.readouterr().err
 
 
-def test_worse_keys_are_told():
-    options = indexer_bench.make_parser().parse_args(TINY)
-    inputs = indexer_bench.draw(96, options, "cpu")
-    lists = indexer_bench.available()["magi"](inputs, 9)()
-    indexer_bench.check(lists, inputs, 9)
-    lists[:] = indexer_bench.available()["magi"]((inputs[0], inputs[1], -inputs[2]), 9)()
+@pytest.mark.parametrize("more", [[], ["--separate"]], ids=str)
+def test_blocks_of_keys(more, tmp_path, capsys):
+    out = tmp_path / "blocks"
+    assert indexer_bench.main([*TINY, "--block-size", "4", *more, "--only", "magi,torch", "--out", str(out)]) == 0
+    assert "Best blocks of 4 keys" in capsys.readouterr().out
+    rows = json.loads((tmp_path / "blocks.json").read_text())["results"]
+    assert [(row["seqlen"], row["name"]) for row in rows] == [(s, n) for s in (40, 96) for n in ("magi", "torch")]
+    assert all(row["median_us"] > 0 and not row["reason"] for row in rows)
+    if more:
+        with pytest.raises(SystemExit):
+            indexer_bench.main([*TINY, *more])
+        assert "give --block-size" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("more", [[], ["--block-size", "4"], ["--block-size", "3", "--separate"]], ids=str)
+def test_worse_keys_are_told(more):
+    options = indexer_bench.make_parser().parse_args([*TINY, *more])
+    inputs = q, k, weights = indexer_bench.draw(96, options, "cpu")
+    run = indexer_bench.available()["magi"]
+    lists = run(inputs, options)()
+    indexer_bench.check(lists, inputs, options)
+    lists[:] = run((-q, k, None) if weights is None else (q, k, -weights), options)()
     with pytest.raises(AssertionError, match="better keys were left out"):
-        indexer_bench.check(lists, inputs, 9)
+        indexer_bench.check(lists, inputs, options)
