@@ -220,6 +220,23 @@ def test_queries_stand_as_they_are_numbered(keys, seed):
     assert torch.equal(got, want)
 
 
+@pytest.mark.parametrize("masks, most", [({"causal": True}, 2), ({"causal": True, "cu_seqlens": [0, 3, 3, 9]}, 6)])
+def test_usual_masks_take_few_operations(masks, most):
+    """Each is a kernel on a GPU; views are none."""
+    names = []
+
+    class Operations(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if not func.is_view:
+                names.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    visible = visible_of(masks)
+    with Operations():
+        visible.bounds(9, 9, torch.device("cpu"))
+    assert 0 < len(names) <= most, names
+
+
 class Largest(TorchDispatchMode):
     """The most elements of a tensor that any operation made."""
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Index and block-sparse attention and the indexer's loss in all their kernels, few calls of each, to be run under
-compute-sanitizer:
+"""Index and block-sparse attention and the indexer's lists and loss in all their kernels, few calls of each, to be run
+under compute-sanitizer:
 
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python tests/gpu/sanitized_index.py
 
@@ -19,7 +19,14 @@ from itertools import product
 import torch
 from block_problems import BF16, DEVICE, FP16, draw_blocks, draw_rows
 
-from magi_attention.api import block_sparse_attn_func, index_attn_func, indexer_kl, prepare_indices
+from magi_attention.api import (
+    block_sparse_attn_func,
+    index_attn_func,
+    indexer_kl,
+    indexer_topk,
+    indexer_topk_blocks,
+    prepare_indices,
+)
 from magi_attention.kernels.index_attn.backward_choice import TILE_KEYS
 from magi_attention.testing.indexer_kl import random_kl
 
@@ -41,6 +48,16 @@ BLOCKS = (
 
 # queries, keys, index heads, index columns, query heads, kv heads, columns, entries
 LOSSES = ((9, 300, 64, 128, 128, 1, 576, 200), (7, 200, 24, 56, 64, 1, 192, 70), (6, 150, 8, 128, 32, 4, 128, 90))
+
+# queries, keys, index heads, index columns, entries, keys of a block or 0, and whether heads have weights
+CHOICES = (
+    (70, 300, 64, 128, 40, 0, True),
+    (33, 9000, 5, 64, 16, 0, True),
+    (70, 600, 40, 72, 3, 64, True),
+    (9, 300, 12, 128, 4, 7, True),
+    (70, 9000, 4, 128, 16, 64, False),
+    (9, 500, 64, 64, 5, 16, False),
+)
 
 Call = tuple[str, Callable[..., torch.Tensor], list[torch.Tensor]]
 
@@ -86,8 +103,24 @@ def calls(is_one_place: bool) -> Iterator[Call]:
         yield f"loss {case} {dtype}", divergence, [of.q_index, of.k_index, of.weights, of.grad]
 
 
+def choose() -> int:
+    """Calls that make lists: how many."""
+    gen = torch.Generator(DEVICE).manual_seed(1)
+    runs = list(product(CHOICES, (BF16, FP16)))
+    for (queries, keys, heads, dim, count, size, has_weights), dtype in runs:
+        q, k = (torch.randn(s, generator=gen, device=DEVICE).to(dtype) for s in ((queries, heads, dim), (keys, dim)))
+        weights = torch.randn(queries, heads, generator=gen, device=DEVICE) if has_weights else None
+        masks = {"causal": False, "k_end": torch.randint(0, keys + 1, (queries,), generator=gen, device=DEVICE)}
+        if size:
+            indexer_topk_blocks(q, k, weights, count, size, local_blocks=1, **masks)
+        else:
+            indexer_topk(q, k, weights, count, **masks)
+        torch.cuda.synchronize()
+    return len(runs)
+
+
 def main() -> int:
-    count = 0
+    count = choose()
     for name, attend, (*leaves, dout) in calls(sys.argv[1:] == ["one-place"]):
         leaves = [x.requires_grad_() for x in leaves]
         out = attend(*leaves)

@@ -28,6 +28,7 @@ BLOCK_CASES = [  # the same, blocks in place of keys; whether heads have weights
     (300, 5000, 64, 128, 32, True, 64, 2),
     (400, 3000, 5, 40, 500, True, 7, 0),
     (65, 70_000, 2, 128, 4096, False, 16, 1),
+    (9, 1 << 20, 2, 64, 4096, False, 16, 1),
 ]
 
 
