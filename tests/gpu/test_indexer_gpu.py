@@ -135,7 +135,7 @@ def test_attention_takes_the_blocks(calls):
     q, k, v = (torch.randn(700, heads, 64, generator=gen, device=DEVICE).bfloat16() for heads in (8, 2, 2))
     out = index_attn_func(q, k, v, lists)[0]
     exact = index_attn_func(q.cpu().double(), k.cpu().double(), v.cpu().double(), want)[0]
-    assert (out.cpu() - exact).abs().max() < 0.02
+    assert (out.cpu() - exact).abs().max() < 0.04
 
 
 def test_an_infinite_key_of_few_heads():
