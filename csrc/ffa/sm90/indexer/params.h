@@ -8,6 +8,8 @@
 
 namespace magi {
 
+constexpr uint32_t kWholeWarp = 0xffffffffu;
+
 // What is in a list: keys or blocks of keys, by scores that are sums over heads, or blocks by the
 // dots of one head.
 enum class IndexerForm { kKeys, kBlocks, kBlocksOfHeads };

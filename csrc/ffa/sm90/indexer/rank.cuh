@@ -6,8 +6,6 @@
 
 namespace magi {
 
-constexpr uint32_t kWholeWarp = 0xffffffffu;
-
 // Greater for greater scores; NaN above all, -0 as 0. Never 0.
 __device__ __forceinline__ uint32_t rank_of(float score) {
   const uint32_t bits = __float_as_uint(score + 0.f);
