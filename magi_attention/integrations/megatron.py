@@ -22,7 +22,9 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet
+from megatron.core.ssm.mamba_mixer import MambaMixer
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, get_module
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -31,18 +33,21 @@ from megatron.core.transformer.utils import is_layer_window_attention, make_shar
 from magi_attention.api import Plan, attend
 from magi_attention.errors import ContractError, UnsupportedError
 from magi_attention.integrations.megatron_gated_delta import PlannedGatedDeltaNet
+from magi_attention.integrations.megatron_mamba import PlannedMambaMixer
 from magi_attention.integrations.shared.megatron_plans import plan_of_batch
+from magi_attention.integrations.shared.recurrent_layers import mark
 
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
+_PLANNED = {GatedDeltaNet: PlannedGatedDeltaNet, MambaMixer: PlannedMambaMixer}
 _STACK = ("attention_layer", "mla_layer", "dsa_layer", "gdn_layer", "mamba_layer")
 
 
 def use_magi(spec: ModuleSpec) -> ModuleSpec:
     """A copy of a spec whose self-attention is ours: of a layer, a block, or the stack of ``HybridModel``.
 
-    Gated delta nets compute by the plans of attention, too. Cross-attention stays as it is, and so do Mamba layers, for
-    one context-parallel rank: with more the model is refused by ``UnsupportedError`` when it is built.
-    ``ContractError`` if the spec has no self-attention.
+    Gated delta nets and Mamba mixers compute by the plans of attention, too. Cross-attention stays as it is, and so do
+    other mixers of tokens, for one context-parallel rank: with more the model is refused by ``UnsupportedError`` when
+    it is built, and ``validate`` names them. ``ContractError`` if the spec has no self-attention.
     """
     parts = copy.copy(spec.submodules)
     names = [name for name in _STACK if isinstance(getattr(parts, name, None), ModuleSpec)]
@@ -61,10 +66,10 @@ def use_magi(spec: ModuleSpec) -> ModuleSpec:
 
 
 def _mixer_of(layer: ModuleSpec) -> tuple[str, Any, Any]:
-    """What mixes tokens in a layer: its field, its spec, and the parts of that; no parts: nothing does."""
+    """What mixes tokens in a layer: its field, its spec, None if nothing does, and the parts of that."""
     name = "self_attention" if hasattr(layer.submodules, "self_attention") else "mixer"
-    mixer = getattr(layer.submodules, name, None)
-    return name, mixer, getattr(mixer, "submodules", None)
+    mixer = getattr(layer.submodules, name, IdentityOp)
+    return name, None if mixer is IdentityOp else mixer, getattr(mixer, "submodules", None)
 
 
 def _with_ours(layer: ModuleSpec) -> ModuleSpec:
@@ -73,35 +78,29 @@ def _with_ours(layer: ModuleSpec) -> ModuleSpec:
     if hasattr(parts, "core_attention"):
         ours = replace(mixer, submodules=replace(parts, core_attention=CoreAttention))
         return replace(layer, submodules=replace(layer.submodules, **{name: ours}))
-    if parts is not None and get_module(mixer) is GatedDeltaNet:
-        ours = replace(mixer, module=PlannedGatedDeltaNet)
-        return replace(layer, submodules=replace(layer.submodules, **{name: ours}))
-    if parts is not None:
-        return replace(layer, module=_on_one_rank(get_module(layer), get_module(mixer).__name__))
-    return layer
+    if mixer is None:
+        return layer
+    planned = _PLANNED.get(get_module(mixer))
+    if planned is not None:
+        return replace(layer, submodules=replace(layer.submodules, **{name: replace(mixer, module=planned)}))
+    return replace(layer, module=_on_one_rank(get_module(layer), name))
 
 
 @lru_cache  # equal specs have one class
-def _on_one_rank(kept: type, mixer: str) -> type:
-    """A layer that mixes tokens other than by attention; it is refused over ranks."""
+def _on_one_rank(kept: type, name: str) -> type:
+    """A layer whose mixer of tokens, its part ``name``, is not known; it is refused over ranks."""
 
     class OnOneRank(kept):
         def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+            super().__init__(config, *args, **kwargs)
+            mixer = getattr(self, name)
+            mark(mixer, knows_plans=False)
             if config.context_parallel_size > 1:
                 raise UnsupportedError(
-                    f"{mixer} was not tried over {config.context_parallel_size} context-parallel ranks beside this "
-                    "attention; set context_parallel_size to 1, or keep Megatron's own spec."
+                    f"{type(mixer).__name__} is no mixer of tokens that is known here, so it is not spread over "
+                    f"{config.context_parallel_size} context-parallel ranks; set context_parallel_size to 1, or keep "
+                    "Megatron's own spec."
                 )
-            super().__init__(config, *args, **kwargs)
-
-        def forward(self, *args: Any, **kwargs: Any) -> Any:
-            packed = kwargs.get("packed_seq_params")
-            if mixer == "MambaMixer" and packed is not None and packed.seq_idx is None:
-                raise ContractError(
-                    "seq_idx is None, and MambaMixer would carry its state from one document to the next; give "
-                    "total_tokens to PackedSeqParams, which makes seq_idx."
-                )
-            return super().forward(*args, **kwargs)
 
     OnOneRank.__name__ = OnOneRank.__qualname__ = kept.__name__
     return OnOneRank

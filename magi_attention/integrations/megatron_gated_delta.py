@@ -9,11 +9,13 @@ import torch
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 
 from magi_attention.api import Plan, causal_conv1d, run_recurrent
-from magi_attention.errors import ContractError, UnsupportedError
+from magi_attention.errors import UnsupportedError
 from magi_attention.integrations.recurrent_kernels import delta_rule_by_segments, fla_kernel
-from magi_attention.integrations.shared.megatron_plans import plan_of_batch
+from magi_attention.integrations.shared.megatron_plans import mix_rows
+from magi_attention.integrations.shared.recurrent_layers import mark
 
 
+@mark
 class PlannedGatedDeltaNet(GatedDeltaNet):
     """Each document alone, over Megatron's layout of tokens. States, tokens or heads travel, whichever is fewest bytes.
     Heads need not divide by the context-parallel ranks."""
@@ -40,11 +42,7 @@ class PlannedGatedDeltaNet(GatedDeltaNet):
         if inference_context is not None or inference_params is not None:
             raise UnsupportedError("A gated delta net has no state for inference here; keep Megatron's own spec.")
         projected, _ = self.in_proj(hidden_states)
-        if packed_seq_params is not None and projected.shape[1] != 1:
-            raise ContractError(f"Packed documents come in {projected.shape[1]} rows; pack them into one.")
-        plan, group = plan_of_batch(packed_seq_params, projected.shape[0], self.cp_group)
-        rows = [self._mix(projected[:, b], plan, group) for b in range(projected.shape[1])]
-        return self.out_proj(torch.stack(rows, dim=1))
+        return self.out_proj(mix_rows(self._mix, projected, packed_seq_params, self.cp_group))
 
     def _mix(self, projected: torch.Tensor, plan: Plan, group: Any) -> torch.Tensor:
         """``(T, features of in_proj)`` to ``(T, H V)`` of this rank's tokens."""

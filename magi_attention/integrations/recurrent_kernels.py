@@ -114,13 +114,15 @@ def run_mamba2(
     dt_limit: tuple[float, float] = (0.0, float("inf")),
     cu_seqlens: CuSeqlens | None = None,
     way: str = "auto",
+    **more: Any,
 ) -> torch.Tensor:
     """Mamba-2 by ``mamba_chunk_scan_combined`` of mamba_ssm: the output ``(T, H, P)`` of this rank's tokens.
 
     x ``(T, H, P)``, dt ``(T, H)``, A ``(H,)``, B and C ``(T, G, N)``, D ``(H,)`` or ``(H, P)``, dt_bias ``(H,)``. The
-    function is called once for each fragment, whose documents ``seq_idx`` tells apart. ``way`` as of ``run_recurrent``.
+    function is called once for each fragment, whose documents ``seq_idx`` tells apart. ``way`` as of ``run_recurrent``;
+    ``more`` are further arguments of the function, as ``state_dtype``.
     """
-    options: dict[str, Any] = {"dt_softplus": dt_softplus, "dt_limit": dt_limit}
+    options: dict[str, Any] = {"dt_softplus": dt_softplus, "dt_limit": dt_limit, **more}
     given = {name: x for name, x in (("D", D), ("dt_bias", dt_bias)) if x is not None}
     log_decay = A.float() * mamba2_step(dt, dt_bias, dt_softplus, dt_limit)
     layer = Layer(_no_kernel, x, B.shape[-1], (dt, B, C), (A, *given.values()), log_decay)
@@ -130,12 +132,12 @@ def run_mamba2(
 
     def kernel(value: torch.Tensor, initial_state: torch.Tensor, _: torch.Tensor, *rest: torch.Tensor):
         dt, B, C, A, *parameters = rest
-        more = {**options, **dict(zip(given, parameters))}
+        named = {**options, **dict(zip(given, parameters))}
 
         def fragment(at: slice, state: torch.Tensor, seq_idx: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             out, final = function(
                 value[None, at], dt[None, at], A, B[None, at], C[None, at], chunk_size, initial_states=state,
-                seq_idx=seq_idx, return_final_states=True, **more,
+                seq_idx=seq_idx, return_final_states=True, **named,
             )  # fmt: skip
             return out[0], final
 

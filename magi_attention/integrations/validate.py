@@ -23,6 +23,8 @@ from magi_attention.integrations.shared.layer_kinds import chunks_of, parts_with
 from magi_attention.integrations.shared.recurrent_layers import MIXING_TYPES, can_know_plans, has_known, mixing_layers
 from magi_attention.kernels import AttnOptions, Problem, default_registry
 
+_FRAMEWORKS = ("megatron",)  # whose layers that mix tokens are replaced by ours in a spec
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -107,12 +109,7 @@ def of_layers(model: nn.Module, config: Any, cp_size: int) -> Iterator[Finding]:
     """What of the layers other than attention does not work with packed documents, or if ranks hold parts of them."""
     name, layer = next(mixing_layers(model), ("", None))
     where = "documents that are packed leak into each other" if cp_size == 1 else "ranks hold others"
-    if layer is not None and can_know_plans(layer):
-        remedy = "Call use_recurrent_layers(model) of magi_attention.integrations.transformers."
-    elif cp_size == 1:
-        remedy = "Train one document at a time, without packing."
-    else:
-        remedy = "Take a model without such layers, or gather the sequence around them (plan.gather, plan.shard)."
+    remedy = _remedy(layer, cp_size)
     if layer is None and not has_known(model):  # no class has a name that is known; the config may tell
         kinds = set(getattr(config, "layer_types", None) or ())
         for kind in sorted(k for k in kinds if any(word in k for word in MIXING_TYPES)):
@@ -124,6 +121,18 @@ def of_layers(model: nn.Module, config: Any, cp_size: int) -> Iterator[Finding]:
     if cp_size > 1 and getattr(config, "router_aux_loss_coef", 0) and getattr(config, "output_router_logits", False):
         yield Finding("warning", "The auxiliary loss of experts is taken over the tokens of each rank.",
                       "Its mean over ranks is not that of the whole sequence.")  # fmt: skip
+
+
+def _remedy(layer: nn.Module | None, cp_size: int) -> str:
+    """For a layer that mixes tokens without a plan."""
+    if layer is not None and can_know_plans(layer):
+        return "Call use_recurrent_layers(model) of magi_attention.integrations.transformers."
+    for framework in _FRAMEWORKS:
+        if type(layer).__module__.startswith(f"{framework}."):
+            return f"Build the model from what use_magi of magi_attention.integrations.{framework} returns."
+    if cp_size == 1:
+        return "Train one document at a time, without packing."
+    return "Take a model without such layers, or gather the sequence around them (plan.gather, plan.shard)."
 
 
 def _of_attention(config: Any) -> Iterator[Finding]:

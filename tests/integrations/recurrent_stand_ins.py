@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 packed_calls: list[str] = []  # names of those that were given several documents at once
 
@@ -39,7 +40,7 @@ def chunk_gated_delta_rule(
 
 def mamba_chunk_scan_combined(
     x, dt, A, B, C, chunk_size, D=None, z=None, dt_bias=None, initial_states=None, seq_idx=None, cu_seqlens=None,
-    dt_softplus=False, dt_limit=(0.0, float("inf")), return_final_states=False,
+    dt_softplus=False, dt_limit=(0.0, float("inf")), return_final_states=False, state_dtype=None,
 ):  # fmt: skip
     """The initial state is that of the document with number 0, as in ``ssd_state_passing`` of mamba_ssm 2."""
     if seq_idx is None:
@@ -48,7 +49,7 @@ def mamba_chunk_scan_combined(
         packed_calls.append("mamba_chunk_scan_combined")
     assert len(x) == 1 and seq_idx.dtype == torch.int32 and z is None
     step = dt if dt_bias is None else dt + dt_bias
-    step = (torch.nn.functional.softplus(step) if dt_softplus else step).clamp(*dt_limit)
+    step = (F.softplus(step) if dt_softplus else step).clamp(*dt_limit)
     heads, groups = x.shape[2], x.shape[2] // B.shape[2]
     state = x.new_zeros((heads, x.shape[3], B.shape[3])) if initial_states is None else initial_states[0]
     number, out = 0, []
@@ -62,3 +63,34 @@ def mamba_chunk_scan_combined(
         out.append(torch.einsum("hpn,hn->hp", state, c) + skip)
     out = torch.stack(out)[None]
     return (out, state[None]) if return_final_states else out
+
+
+def mamba_split_conv1d_scan_combined(
+    zxbcdt, conv1d_weight, conv1d_bias, dt_bias, A, D, chunk_size, seq_idx=None, activation="silu", headdim=None,
+    ngroups=1, norm_before_gate=True, state_dtype=None,
+):  # fmt: skip
+    """One document: the convolution, the scan and the gate of Mamba-2."""
+    assert seq_idx is None and activation == "silu" and not norm_before_gate
+    inner, (channels, width) = headdim * len(A), conv1d_weight.shape
+    z, xbc, dt = zxbcdt.split([inner, channels, len(A)], dim=-1)
+    padded = F.pad(xbc.mT, (width - 1, 0))
+    xbc = F.silu(F.conv1d(padded, conv1d_weight[:, None], conv1d_bias, groups=channels)).mT
+    x, B, C = xbc.split([inner, *[(channels - inner) // 2] * 2], dim=-1)
+    B, C = (part.unflatten(-1, (ngroups, -1)) for part in (B, C))
+    out = mamba_chunk_scan_combined(
+        x.unflatten(-1, (len(A), headdim)), dt, A, B, C, chunk_size, D=D, dt_bias=dt_bias, dt_softplus=True
+    )
+    return out.flatten(2) * F.silu(z)
+
+
+class RMSNorm(torch.nn.Module):
+    """The norm of ``mamba_ssm.ops.triton.layernorm_gated``, over groups of channels."""
+
+    def __init__(self, hidden_size, eps, group_size, norm_before_gate, device, dtype) -> None:
+        super().__init__()
+        self.eps, self.group_size = eps, group_size
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, device=device, dtype=dtype))
+
+    def forward(self, x):
+        groups = x.unflatten(-1, (-1, self.group_size))
+        return (groups * torch.rsqrt(groups.square().mean(-1, keepdim=True) + self.eps)).flatten(-2) * self.weight

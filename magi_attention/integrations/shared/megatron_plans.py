@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
+
+import torch
 
 from magi_attention.api import Plan
 from magi_attention.errors import ContractError
@@ -34,4 +37,15 @@ def plan_of_batch(
     return zigzag_plan(found.bounds, cp_size, is_causal, window, found.lengths), group
 
 
-__all__ = ["plan_of_batch"]
+def mix_rows(
+    mix: Callable[[torch.Tensor, Plan, Any], torch.Tensor], x: torch.Tensor, packed: Any, cp_group: Any
+) -> torch.Tensor:
+    """``mix(row (S, C), plan, group)`` of each sequence of ``x (S, B, C)``. ``ContractError`` for packed documents in
+    several rows."""
+    if packed is not None and x.shape[1] != 1:
+        raise ContractError(f"Packed documents come in {x.shape[1]} rows; pack them into one.")
+    plan, group = plan_of_batch(packed, x.shape[0], cp_group)
+    return torch.stack([mix(x[:, b], plan, group) for b in range(x.shape[1])], dim=1)
+
+
+__all__ = ["mix_rows", "plan_of_batch"]

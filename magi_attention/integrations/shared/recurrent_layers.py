@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -23,27 +23,35 @@ CONVOLUTION, FUSED = "causal_conv1d_fn", "mamba2_split_conv1d_scan_combined"
 SCANS = ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention", "mamba2_chunk_scan")
 _ATTENTION = "ALL_ATTENTION_FUNCTIONS"  # whose forward uses it calls transformers' attention interface
 _MARK = "_magi_knows_plans"
+Marked = TypeVar("Marked", bound=Callable[..., Any])
 
 
-def mark(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function``, which from now on counts as one that computes by plans."""
-    setattr(function, _MARK, True)
-    return function
+def mark(one: Marked, knows_plans: bool = True) -> Marked:
+    """A function, a layer or a class of layers, which from now on counts as one that computes by plans; or else as one
+    that mixes tokens in a way that is not known."""
+    setattr(one, _MARK, knows_plans)
+    return one
 
 
-def is_marked(function: Any) -> bool:
-    return getattr(function, _MARK, False)
+def is_marked(one: Any) -> bool:
+    """Does it compute by plans?"""
+    return getattr(one, _MARK, False)
 
 
 def can_know_plans(layer: nn.Module) -> bool:
-    """Does a layer mix tokens by functions of ``SCANS``, or a short convolution alone, which may know plans?"""
+    """Is a layer of a class that knows plans, or mixes it tokens by functions which may: one of ``SCANS``, or a short
+    convolution alone?"""
+    if is_marked(layer):
+        return True
     called = _called(layer)
     is_whole = any(name in called for name in SCANS) or "ShortConv" in type(layer).__name__
     return is_whole and CONVOLUTION in called
 
 
 def knows_plans(layer: nn.Module) -> bool:
-    """Are all of these functions such that do know plans?"""
+    """Is its class, or are all of these functions, such that do know plans?"""
+    if is_marked(layer):
+        return True
     called, scope = _called(layer), vars(sys.modules[type(layer).__module__])
     names = [name for name in (CONVOLUTION, FUSED, *SCANS) if name in called]
     return can_know_plans(layer) and all(is_marked(scope.get(name)) for name in names)
@@ -65,6 +73,9 @@ def mixing_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             outer.append(name)
             if not knows_plans(layer):
                 yield name, layer
+        elif hasattr(layer, _MARK):
+            outer.append(name)
+            yield name, layer
         elif _mixes(layer):
             yield name, layer
 
@@ -74,7 +85,11 @@ def _mixes(layer: nn.Module) -> bool:
         return not (isinstance(layer, nn.Conv1d) and layer.kernel_size[0] == 1)
     is_named_so = any(word in type(layer).__name__ for word in _MIXING_CLASSES)
     # Some classes of attention, and of layers around a mixing one, have such names, too.
-    return is_named_so and _ATTENTION not in _called(layer) and not any(map(can_know_plans, layer.modules()))
+    return is_named_so and _ATTENTION not in _called(layer) and not any(map(_is_asked_itself, layer.modules()))
+
+
+def _is_asked_itself(layer: nn.Module) -> bool:
+    return hasattr(layer, _MARK) or can_know_plans(layer)
 
 
 def has_known(model: nn.Module) -> bool:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gated delta nets of Megatron-Core's HybridModel: packed documents on one, two and three ranks, beside each document
-alone through Megatron's own layer."""
+"""Gated delta nets and Mamba layers of Megatron-Core's HybridModel: packed documents on one, two and three ranks,
+beside each document alone through Megatron's own layers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ pytest.importorskip("megatron.core", reason="needs megatron-core; ci/integration
 
 from starting import launch  # noqa: E402
 
-SCRIPT = "use_megatron_gated_delta.py"
+SCRIPT = "use_megatron_recurrent.py"
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,9 @@ def alone(tmp_path_factory) -> dict:
 )
 def test_packed_documents_are_as_alone(alone, tmp_path, ranks: int, is_deterministic: bool) -> None:
     """Heads do not divide by two ranks. In the deterministic mode the recurrence is Megatron's own, in chunks."""
+    assert len(alone["found"]) == 1 and "use_magi of magi_attention.integrations.megatron" in alone["found"][0]
     got = launch(tmp_path, {"own": False, "deterministic": is_deterministic}, ranks, SCRIPT)
+    assert not got["found"]
     assert abs(got["loss"] - alone["loss"]) <= 1e-5 * alone["loss"] and got["grads"].keys() == alone["grads"].keys()
     for name, values in alone["grads"].items():
         want, found = torch.tensor(values), torch.tensor(got["grads"][name])
