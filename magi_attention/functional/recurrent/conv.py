@@ -3,17 +3,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 import numpy as np
 import torch
 import torch.nn.functional as F
 
 from magi_attention.common.infer import CuSeqlens
+from magi_attention.common.plan_cache import Kind
 from magi_attention.common.scalars import as_int
 from magi_attention.errors import ContractError
 from magi_attention.functional.recurrent.rows import RowExchange
-from magi_attention.functional.tokens.layout import TokenLayout
+from magi_attention.functional.tokens.layout import TokenLayout, table_tensor
 from magi_attention.meta.fragments import Fragments
 from magi_attention.meta.recurrent.tables import Ints, Wanted, owned
+
+_SPREAD: Kind[Hashable, tuple[torch.Tensor, torch.Tensor]] = Kind("rows of a convolution")
 
 
 def history(x: torch.Tensor, layout: TokenLayout, width: int, cu_seqlens: CuSeqlens | None = None) -> torch.Tensor:
@@ -56,12 +61,17 @@ def causal_conv1d(
             f"x is {tuple(x.shape)} and weight {tuple(weight.shape)}; give (T, C) and (C, W), one filter a channel."
         )
     width = weight.shape[1]
-    before, fragments = history(x, layout, width, cu_seqlens), layout.plan.fragments(cu_seqlens)
-    at, rows = _spread(fragments, layout.rank, width)
-    spread = x.new_zeros((rows, x.shape[1]))
-    own = torch.from_numpy(at).to(x.device)
-    first = torch.from_numpy(at[_fragment_rows(fragments, layout.rank)]).to(x.device)
-    halo = (first[:, None] + torch.arange(1 - width, 0, device=x.device)).reshape(-1)
+    before = history(x, layout, width, cu_seqlens)
+    fragments, rank, device = layout.plan.fragments(cu_seqlens), layout.rank, x.device
+
+    def make() -> tuple[torch.Tensor, torch.Tensor]:
+        at = _spread(fragments, rank, width)
+        halo = at[_fragment_rows(fragments, rank)][:, None] + np.arange(1 - width, 0)
+        return table_tensor(at, device), table_tensor(halo.reshape(-1), device)
+
+    key = (width, device, None if cu_seqlens is None else tuple(fragments.cu_seqlens.tolist()))
+    own, halo = layout.cache.get(_SPREAD, key, make)
+    spread = x.new_zeros((len(x) + (width - 1) * (len(fragments.segments(rank)) - 1), x.shape[1]))
     spread = spread.index_copy(0, own, x).index_copy(0, halo, before.flatten(0, 1))
     out = F.conv1d(spread.T[None], weight[:, None], bias, groups=x.shape[1])[0].T
     return out.index_select(0, own - (width - 1))
@@ -74,12 +84,12 @@ def _fragment_rows(fragments: Fragments, rank: int) -> Ints:
     return rows
 
 
-def _spread(fragments: Fragments, rank: int, width: int) -> tuple[Ints, int]:
-    """Where local rows stand with ``width - 1`` rows before each segment, and how many rows that are."""
+def _spread(fragments: Fragments, rank: int, width: int) -> Ints:
+    """Where local rows stand with ``width - 1`` rows before each segment."""
     bounds = fragments.segments(rank)
     segment = np.repeat(np.arange(len(bounds) - 1), np.diff(bounds))
     at: Ints = np.arange(bounds[-1]) + (width - 1) * (segment + 1)
-    return at, int(bounds[-1]) + (width - 1) * (len(bounds) - 1)
+    return at
 
 
 __all__ = ["causal_conv1d", "history"]

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from magi_attention.common.plan_cache import Kind, on_gpu
 from magi_attention.errors import ContractError
 from magi_attention.functional.recurrent.layouts import LayerLayout
 from magi_attention.functional.recurrent.states import Held, Key, pass_states
-from magi_attention.functional.tokens.layout import TokenLayout
+from magi_attention.functional.tokens.layout import TokenLayout, table_tensor
 from magi_attention.meta.fragments import Bools
 from magi_attention.meta.recurrent.ways import WAYS, Input, LayerBytes, Moved, WayCounts, part_of
 
@@ -59,7 +59,7 @@ def segments(held: Held, device: torch.device) -> tuple[torch.Tensor, torch.Tens
     def make() -> tuple[torch.Tensor, ...]:
         found, rank = held.fragments, held.rank
         arrays = found.segments(rank), found.first_segments(rank), found.last_segments(rank)
-        return tuple(torch.from_numpy(array).to(device) for array in arrays)
+        return tuple(table_tensor(array, device) for array in arrays)
 
     bounds, first, last = held.layout.cache.get(_SEGMENTS, (*held.key, device), make)
     return bounds, first, last
@@ -146,13 +146,15 @@ def _run(layer: Layer, held: Held) -> torch.Tensor:
     if not len(held.fragments.passes):
         return layer.kernel(value, zero, bounds, *rest)[0]
     if layer.log_decay is not None:
-        final = layer.kernel(value, zero, bounds, *rest)[1].index_select(0, last)
+        made = _checked(layer.kernel(value, zero, bounds, *rest)[1], layer, held)
+        final = made.index_select(0, last)
         transition = decay_of_fragments(layer.log_decay.to(dtype), held)
     else:
         final = _states(layer, held, held.fragments.gives(held.rank), None)
         identity = torch.eye(layer.key_dim, dtype=dtype, device=value.device).expand(heads, -1, -1)
         transition = _states(layer, held, held.fragments.carries(held.rank), identity)
-    came = pass_states(transition, final, held)
+    wanting = (value, *rest, *(() if layer.log_decay is None else (layer.log_decay,)))
+    came = pass_states(transition, _apply_join(final, *wanting), held)
     return layer.kernel(value, zero.index_copy(0, first, came), bounds, *rest)[0]
 
 
@@ -166,16 +168,45 @@ def _states(layer: Layer, held: Held, which: Bools, initial: torch.Tensor | None
     width = layer.value.shape[2] if initial is None else layer.key_dim
     whole = layer.value.new_zeros((len(last), heads, layer.key_dim, width), dtype=dtype)
     if layer.inputs:
-        if not len(numbers):  # the exchange is collective in the backward, too, so all ranks have a graph before it
-            return sum((x.flatten()[:0].sum().to(dtype) for x in (*tensors, *layer.parameters)), start=whole)
+        if not len(numbers):
+            return whole
         tensors, bounds = tuple(x.index_select(0, rows) for x in tensors), cut
         at = torch.arange(len(numbers), device=device)
     value, *inputs = tensors
     begin = whole.new_zeros((len(bounds) - 1, *whole.shape[1:]))
     if initial is not None:
         value, begin = value.new_zeros((len(value), heads, layer.key_dim)), begin + initial
-    final = layer.kernel(value, begin, bounds, *inputs, *layer.parameters)[1]
+    final = _checked(layer.kernel(value, begin, bounds, *inputs, *layer.parameters)[1], layer, held)
     return whole.index_copy(0, numbers, final.index_select(0, at))
+
+
+class _Join(torch.autograd.Function):
+    """A tensor, which has a graph if any other one given has. The exchange of states is collective in the backward,
+    too, and not on all ranks a state depends on what wants gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+        ctx.others = len(others)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return grad, *[None] * ctx.others
+
+
+# With the types that torch does not give to ``apply``.
+_apply_join: Callable[..., torch.Tensor] = _Join.apply
+
+
+def _checked(state: torch.Tensor, layer: Layer, held: Held) -> torch.Tensor:
+    if state.dtype != layer.state_dtype:
+        exc = ContractError(
+            f"The kernel's final state is {state.dtype} and its initial state {layer.state_dtype}; give it in the same "
+            "dtype, under torch.autocast as well, or say state_dtype=."
+        )
+        held.layout.transport.decline(exc, layer.value, "run_recurrent")
+        raise exc
+    return state
 
 
 def _last_rows(held: Held, device: torch.device, which: Bools, name: str) -> tuple[torch.Tensor, ...]:
@@ -187,7 +218,7 @@ def _last_rows(held: Held, device: torch.device, which: Bools, name: str) -> tup
         begin, end = bounds[last], bounds[last + 1]
         rows = np.concatenate([np.arange(0), *map(np.arange, begin, end)])
         arrays = np.flatnonzero(which), rows, np.concatenate([[0], np.cumsum(end - begin)])
-        return tuple(torch.from_numpy(array).to(device) for array in arrays)
+        return tuple(table_tensor(array, device) for array in arrays)
 
     return held.layout.cache.get(_LAST_ROWS, (*held.key, device, name), make)
 

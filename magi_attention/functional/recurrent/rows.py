@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from magi_attention.common.plan_cache import Kind, on_gpu
-from magi_attention.functional.tokens.layout import TokenLayout
+from magi_attention.functional.tokens.layout import TokenLayout, table_tensor
 from magi_attention.meta.recurrent.tables import Ints, Wanted
 
 
@@ -105,7 +105,7 @@ class RowExchange:
         def make() -> list[torch.Tensor]:
             route = self.route
             arrays = [route.send_rows, route.recv_places, *(x for pair in route.copies for x in pair)]
-            return [torch.from_numpy(np.ascontiguousarray(array)).to(device) for array in arrays]
+            return [table_tensor(array, device) for array in arrays]
 
         return self.layout.cache.get(_TENSORS, (self.name, device), make)
 

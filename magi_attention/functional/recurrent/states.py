@@ -24,7 +24,7 @@ from magi_attention.common.infer import CuSeqlens
 from magi_attention.common.plan_cache import Kind, on_gpu
 from magi_attention.errors import ContractError
 from magi_attention.functional.recurrent.rows import RowExchange
-from magi_attention.functional.tokens.layout import TokenLayout
+from magi_attention.functional.tokens.layout import TokenLayout, table_tensor
 from magi_attention.meta.fragments import Fragments
 from magi_attention.meta.recurrent.schedule import ChainStep, Gathered, Line, chain
 from magi_attention.meta.recurrent.tables import Ints, contiguous_fragments, whole_fragments
@@ -155,7 +155,7 @@ class _Passing:
         self, name: str, device: torch.device, make: Callable[[], Iterable[Iterable[Ints]]]
     ) -> list[list[torch.Tensor]]:
         def moved() -> list[list[torch.Tensor]]:
-            return [[torch.from_numpy(rows).to(device) for rows in arrays] for arrays in make()]
+            return [[table_tensor(rows, device) for rows in arrays] for arrays in make()]
 
         return self.layout.cache.get(_TENSORS, (name, *self.key, device), moved)
 
@@ -171,10 +171,16 @@ def _transposed(transition: torch.Tensor) -> torch.Tensor:
     return transition.mT if transition.dim() == 4 else transition
 
 
+def _as_given(x: torch.Tensor) -> torch.autocast:
+    """Products of states are of their own dtype: autocast would round each of them."""
+    return torch.autocast(x.device.type, enabled=False)
+
+
 class _PassStates(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, transition: torch.Tensor, state: torch.Tensor, passing: _Passing) -> torch.Tensor:
-        ctx.passing, out = passing, passing.find(transition, state)
+        with _as_given(state):
+            ctx.passing, out = passing, passing.find(transition, state)
         ctx.save_for_backward(transition, out)
         return out
 
@@ -182,8 +188,15 @@ class _PassStates(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         transition, came = ctx.saved_tensors
         passing: _Passing = ctx.passing
+        with _as_given(grad):
+            return _PassStates._gradients(ctx.needs_input_grad[0], transition, came, grad, passing)
+
+    @staticmethod
+    def _gradients(
+        of_both: bool, transition: torch.Tensor, came: torch.Tensor, grad: torch.Tensor, passing: _Passing
+    ) -> tuple[torch.Tensor | None, ...]:
         of_state = _apply(_transposed(transition), grad.contiguous(), passing.reversed())
-        if not ctx.needs_input_grad[0]:
+        if not of_both:
             return None, of_state, None
         carries = passing.held.fragments.carries(passing.held.rank)
         carried = of_state * torch.from_numpy(carries).to(grad.device).view(-1, 1, 1, 1)

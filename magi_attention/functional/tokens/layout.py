@@ -40,6 +40,13 @@ _ROUTES: Kind[int, RollRoute] = Kind("route of a roll", lambda route: [route.sen
 _ROUTE_ROWS: Kind[tuple[int, torch.device], tuple[torch.Tensor, torch.Tensor]] = Kind("rows of a roll", on_gpu)
 
 
+def table_tensor(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """An array of a plan's tables on ``device``. Autograd may save it, though an evaluation in ``inference_mode`` was
+    the first to want it."""
+    with torch.inference_mode(False):
+        return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+
+
 def check_ranks(plan: Plan, transport: Transport) -> None:
     """``ContractError`` unless the group has as many ranks as the plan."""
     if transport.size != plan.cp_size:
@@ -76,7 +83,7 @@ class TokenLayout:
                 array = self._dispatched()
             else:
                 array = np.argsort(self._dispatched(), kind="stable")
-            return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+            return table_tensor(array, device)
 
         return self.cache.get(_INDICES, (name, torch.device(device)), make)
 
@@ -84,11 +91,11 @@ class TokenLayout:
         """``plan.document_bounds`` of this rank on ``device``; tensors of the plan's own documents are made once."""
         if cu_seqlens is not None:
             starts, ends = self.plan.document_bounds(self.rank, cu_seqlens)
-            return torch.from_numpy(starts).to(device), torch.from_numpy(ends).to(device)
+            return table_tensor(starts, device), table_tensor(ends, device)
 
         def make() -> tuple[torch.Tensor, torch.Tensor]:
             starts, ends = self.plan.document_bounds(self.rank)
-            return torch.from_numpy(starts).to(device), torch.from_numpy(ends).to(device)
+            return table_tensor(starts, device), table_tensor(ends, device)
 
         return self.cache.get(_DOCUMENTS, torch.device(device), make)
 
@@ -116,7 +123,7 @@ class TokenLayout:
 
         def make() -> tuple[torch.Tensor, torch.Tensor]:
             route = self.roll_route(shift)
-            return torch.from_numpy(route.send_rows).to(device), torch.from_numpy(route.recv_rows).to(device)
+            return table_tensor(route.send_rows, device), table_tensor(route.recv_rows, device)
 
         return self.cache.get(_ROUTE_ROWS, (shift % self.plan.padded_tokens, device), make)
 
