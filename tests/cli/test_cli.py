@@ -46,7 +46,8 @@ def test_explain_of_a_recurrent_layer(capsys):
         found = json.loads(capsys.readouterr().out)["recurrent"]
         assert main([*arguments, f"{layer}:{heads}x64x32"]) == 0
         printed = capsys.readouterr().out
-        assert f'run_recurrent takes "{found["way"]}"' in printed
+        assert f'run_recurrent takes "{found["way"]}". {found["why"]}' in printed
+        assert all(f"With {n} ranks: " in printed for n in (2, 8)) and "With 4 ranks" not in printed
         assert (found["heads"] is None) is (heads == 6) is ("Heads do not divide" in printed)
         assert readable_bytes(found["contiguous"]["busiest_bytes"]) in printed
     for wrong in ("gated_delta", "gated_delta:4x64", "lstm:4x64x64", "kda:0x64x64"):

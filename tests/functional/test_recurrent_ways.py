@@ -138,7 +138,7 @@ def test_explain_counts_the_bytes_that_move(seed: int) -> None:
     shape = RecurrentShape(heads, key, width, element_bytes=dtype.itemsize)
     numbers = plan.explain(recurrent=shape)["recurrent"]
     moved = {way: moved_by(plan, way, heads, key, width, dtype) for way in WAYS}
-    assert {way: numbers[way] for way in WAYS} == moved
+    assert {way: {k: v for k, v in numbers[way].items() if k != "backward"} for way in WAYS} == moved
     assert moved_by(plan, "auto", heads, key, width, dtype) == moved[numbers["way"]]
 
 

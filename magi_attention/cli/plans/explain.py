@@ -91,6 +91,15 @@ def slider_settings(mask, plan, args: argparse.Namespace) -> list:
     return here + elsewhere
 
 
+def recurrent_elsewhere(mask, args: argparse.Namespace, recurrent) -> dict[int, dict]:
+    """``recurrent`` of ``explain`` for 2, 4 and 8 ranks of one node, without --cp."""
+    from magi_attention.meta.recurrent.ways import explain_ways
+
+    others = [] if args.node_size else [n for n in (2, 4, 8) if n != args.cp]
+    plans = {n: plan_for(mask, n, args, args.dispatch, args.query_moves) for n in others}
+    return {n: explain_ways(plan, recurrent) for n, plan in plans.items()}
+
+
 def better_dispatch(mask, numbers: dict, args: argparse.Namespace) -> str | None:
     """A sentence if dispatch by locality would bring the busiest rank less, at a balance that is about as good."""
     from magi_attention.meta.explain import explain
@@ -258,7 +267,7 @@ def command_explain(args: argparse.Namespace) -> int:
         show_table(f"Links, {len(links['nodes'])} nodes of {sizes} ranks, K and V", describe.link_table(links))
         print(about_node_transport())
     if recurrent is not None:
-        show_recurrent(numbers["recurrent"], args.recurrent)
+        show_recurrent(numbers["recurrent"], args.recurrent, recurrent_elsewhere(mask, args, recurrent))
     if budget is not None:
         show_budget(budget)
     if memory is not None:

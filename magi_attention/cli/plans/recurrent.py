@@ -31,20 +31,24 @@ def recurrent_shape(text: str | None) -> Any:
         raise UsageError(f"--recurrent {text}: {error}") from error
 
 
-def show_recurrent(found: dict[str, Any], text: str) -> None:
-    """A table of ``recurrent`` of ``plan.explain``, and a sentence about the choice."""
+def show_recurrent(found: dict[str, Any], text: str, elsewhere: dict[int, dict[str, Any]]) -> None:
+    """A table of ``recurrent`` of ``plan.explain``, and sentences about the choice, and that for other ranks."""
     from magi_attention.tools.report.describe import readable_bytes
 
     rows = []
     for way, words in _WORDS.items():
         numbers = found[way]
         if numbers is None:
-            rows.append([way, words, "-", "-", "-"])
+            rows.append([way, words, "-", "-", "-", "-"])
             continue
         sizes = [readable_bytes(numbers[key]) for key in ("bytes", "busiest_bytes")]
-        rows.append([way, words, str(numbers["exchanges"]), *sizes])
-    head = ["way", "what moves", "exchanges", "all ranks", "busiest rank receives"]
+        back = readable_bytes(numbers["backward"]["busiest_bytes"])
+        rows.append([way, words, str(numbers["exchanges"]), *sizes, back])
+    head = ["way", "what moves", "exchanges", "all ranks", "busiest rank receives", "in a backward"]
     show_table(f"Recurrent layer {text}, forward", [head, *rows])
     if found["heads"] is None:
         print("Heads do not divide by the ranks.")
-    print(f'run_recurrent takes "{found["way"]}": it has the fewest bytes, an exchange counted as its latency.\n')
+    print(f'run_recurrent takes "{found["way"]}". {found["why"]}')
+    if elsewhere:
+        print("".join(f"With {n} ranks: {other['why']}\n" for n, other in elsewhere.items()), end="")
+    print()

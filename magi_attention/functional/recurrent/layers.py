@@ -35,15 +35,21 @@ class Layer(NamedTuple):
     log_decay: torch.Tensor | None = None  # (T, H) or (T, H, K)
     state_dtype: torch.dtype = torch.float32
 
+    @property
+    def has_decay(self) -> bool:
+        """Is the decay one of the inputs? It moves once then."""
+        return any(x is self.log_decay for x in self.inputs)
+
     def bytes(self, world: int) -> LayerBytes:
         """What ``meta.recurrent.ways`` counts by."""
         (_, heads, width), of_state, decay = self.value.shape, self.state_dtype.itemsize, self.log_decay
         moved = [_input(x) for x in (self.value, *self.inputs)]
         fixed = [Input(None, p.shape[0], 0) for p in self.parameters]
         transition = heads * self.key_dim**2 if decay is None else decay.shape[1:].numel()
-        with_decay = moved if decay is None else [*moved, _input(decay)]  # by heads no state passes
+        with_decay = moved if decay is None or self.has_decay else [*moved, _input(decay)]
         return LayerBytes(
             heads * self.key_dim * width * of_state, transition * of_state,
+            Moved.of((x.dtype, x.heads * x.bytes) for x in moved),
             Moved.of((x.dtype, x.heads * x.bytes) for x in with_decay), part_of([*moved, *fixed], heads, world),
             heads * width * self.value.element_size(),
         )  # fmt: skip
@@ -122,9 +128,11 @@ def run_recurrent(layer: Layer, layout: TokenLayout, cu_seqlens: CuSeqlens | Non
     if way == "states":
         return _run(layer, held)
     place = LayerLayout(layout, way, layer.value.shape[1])
-    decay = None if way == "heads" else layer.log_decay  # no state passes by heads
-    value, *inputs = place.inwards([layer.value, *layer.inputs, *([] if decay is None else [decay])])
-    decay = None if decay is None else inputs.pop()
+    decay = layer.log_decay if len(held.fragments.passes) else None  # by heads no state passes
+    moves_alone = [] if decay is None or layer.has_decay else [decay]
+    value, *inputs = place.inwards([layer.value, *layer.inputs, *moves_alone])
+    if decay is not None:
+        decay = inputs.pop() if moves_alone else next(y for x, y in zip(layer.inputs, inputs) if x is decay)
     parameters = tuple(map(place.own_heads, layer.parameters))
     moved = layer._replace(value=value, inputs=tuple(inputs), parameters=parameters, log_decay=decay)
     out = _run(moved, held)

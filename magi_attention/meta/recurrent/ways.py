@@ -7,7 +7,7 @@
 | contiguous | inputs to consecutive shards, outputs back, and the states that cross the borders of shards |
 | heads | inputs to all tokens of a part of the heads, and outputs back |
 
-A backward pass moves the same bytes once more, the other way.
+A backward pass moves the same rows once more, the other way, and the states of the reversed sequence.
 """
 
 from __future__ import annotations
@@ -27,19 +27,20 @@ from magi_attention.meta.recurrent.tables import contiguous_fragments, from_cont
 
 WAYS = ("states", "contiguous", "heads")
 _EXCHANGE_BYTES = NCCL_LATENCY_S * NCCL_BYTES_PER_S  # that a link moves while a collective begins
-# layer -> is its decay of each key, has it a beta, and the dims of a transition
+# layer -> is its decay of each key, has it a beta or a step of each head, the dims of a transition, and is its decay an
+# input of the kernel, which moves by heads, too
 _LAYERS = {
-    "gated_delta": (False, True, 2),
-    "kda": (True, True, 2),
-    "gla": (True, False, 1),
-    "mamba2": (False, False, 0),
+    "gated_delta": (False, True, 2, True),
+    "kda": (True, True, 2, True),
+    "gla": (True, False, 1, True),
+    "mamba2": (False, True, 0, False),
 }
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """What a forward moves. ``busiest``: bytes that come to the rank which gets most, summed over exchanges that wait
-    for one another. ``total``: bytes of all ranks."""
+    """What a forward, or a backward, moves. ``busiest``: bytes that come to the rank which gets most, summed over
+    exchanges that wait for one another. ``total``: bytes of all ranks."""
 
     exchanges: int = 0
     busiest: int = 0
@@ -47,6 +48,9 @@ class Traffic:
 
     def __add__(self, other: Traffic) -> Traffic:
         return Traffic(self.exchanges + other.exchanges, self.busiest + other.busiest, self.total + other.total)
+
+    def numbers(self) -> dict[str, int]:
+        return {"exchanges": self.exchanges, "busiest_bytes": self.busiest, "bytes": self.total}
 
     @property
     def cost(self) -> float:
@@ -99,43 +103,47 @@ class Moved(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerBytes:
-    """``state`` and ``transition`` of a fragment; ``inputs`` of a token; ``part``, those for one of the ranks by heads,
-    None where heads do not divide; ``output`` of a token."""
+    """``state`` and ``transition`` of a fragment; ``inputs`` of a token, and ``with_decay``, with a decay that the
+    kernel does not take, which moves where states pass; ``part``, the inputs for one of the ranks by heads, None where
+    heads do not divide; ``output`` of a token."""
 
     state: int
     transition: int
     inputs: Moved
+    with_decay: Moved
     part: Moved | None
     output: int
 
 
 @dataclass(frozen=True)
 class WayCounts:
-    """Rows and states that each way moves over a plan, whatever the layer."""
+    """Rows and states that each way moves over a plan, whatever the layer, in a forward or a backward."""
 
     own: StateCounts
     shards: StateCounts  # of contiguous ones
     contiguous: tuple[tuple[int, int], tuple[int, int]]  # rows, there and back: of the rank that gets most, of all
     tokens: tuple[int, ...]  # of each rank, without pads
+    is_backward: bool = False
 
     @classmethod
-    def of(cls, plan: Plan, cu_seqlens: CuSeqlens | None = None) -> WayCounts:
+    def of(cls, plan: Plan, cu_seqlens: CuSeqlens | None = None, is_backward: bool = False) -> WayCounts:
         rows = []
         for wanted in (to_contiguous(plan), from_contiguous(plan)):
             moved = [int((of_rank.owner != rank).sum()) for rank, of_rank in enumerate(wanted)]
             rows.append((max(moved), sum(moved)))
         tokens = (int((plan.position_array(r) < plan.total_tokens).sum()) for r in range(plan.cp_size))
         own, shards = (
-            StateCounts.of(Line.of(fragments, False))
+            StateCounts.of(Line.of(fragments, is_backward))
             for fragments in (plan.fragments(cu_seqlens), contiguous_fragments(plan, cu_seqlens))
         )
-        return cls(own, shards, (rows[0], rows[1]), tuple(tokens))
+        there, back = reversed(rows) if is_backward else rows  # gradients come to where a tensor was
+        return cls(own, shards, (there, back), tuple(tokens), is_backward)
 
     def traffic(self, layer: LayerBytes) -> dict[str, Traffic]:
         """What each way moves that the layer can go, "states" first."""
         found = {"states": self.own.cheaper(layer.state, layer.transition)[1]}
         (most, total), (most_back, total_back) = self.contiguous
-        size, exchanges = layer.inputs
+        size, exchanges = layer.with_decay if self.shards.chain else layer.inputs
         inwards = Traffic(exchanges * bool(total), most * size, total * size)
         back = Traffic(int(bool(total)), most_back * layer.output, total_back * layer.output)
         found["contiguous"] = inwards + self.shards.cheaper(layer.state, layer.transition)[1] + back
@@ -147,7 +155,10 @@ class WayCounts:
         world, tokens = len(self.tokens), np.array(self.tokens)
         if world == 1:
             return Traffic()
-        inwards, back = (tokens.sum() - tokens) * part.bytes, tokens * (world - 1) * (output // world)
+        there, back = tokens.sum() - tokens, tokens * (world - 1)
+        if self.is_backward:
+            there, back = back, there
+        inwards, back = there * part.bytes, back * (output // world)
         most, total = int(inwards.max() + back.max()), int(inwards.sum() + back.sum())
         return Traffic(part.exchanges + 1, most, total)
 
@@ -187,15 +198,17 @@ class RecurrentShape:
 
     def bytes(self, world: int) -> LayerBytes:
         """For ``world`` ranks, as ``run_recurrent`` counts tensors; log decays are float32."""
-        of_key, has_beta, dims = _LAYERS[self.layer]
+        of_key, has_number, dims, has_decay = _LAYERS[self.layer]
         key_heads, decay, size = self.key_heads or self.heads, self.key_dim if of_key else 1, self.element_bytes
-        inputs = [Input(size, key_heads, 2 * self.key_dim * size), Input(size, self.heads, self.value_dim * size),
-                  Input(4, self.heads, 4 * decay)]  # fmt: skip
-        if has_beta:
+        inputs = [Input(size, key_heads, 2 * self.key_dim * size), Input(size, self.heads, self.value_dim * size)]
+        if has_number:
             inputs.append(Input(size, self.heads, size))
+        with_decay = [*inputs, Input(4, self.heads, 4 * decay)]
+        inputs = with_decay if has_decay else inputs
         return LayerBytes(
             4 * self.heads * self.key_dim * self.value_dim, 4 * self.heads * self.key_dim**dims,
-            Moved.of((x.dtype, x.heads * x.bytes) for x in inputs), part_of(inputs, self.heads, world),
+            Moved.of((x.dtype, x.heads * x.bytes) for x in inputs),
+            Moved.of((x.dtype, x.heads * x.bytes) for x in with_decay), part_of(inputs, self.heads, world),
             self.heads * self.value_dim * size,
         )  # fmt: skip
 
@@ -221,13 +234,30 @@ def part_of(inputs: Sequence[Input], all_heads: int, world: int) -> Moved | None
 def explain_ways(plan: Plan, shape: RecurrentShape, cu_seqlens: CuSeqlens | None = None) -> dict[str, object]:
     """Plain numbers: ``way``, the one that `run_recurrent` takes by itself; ``states``, ``contiguous`` and ``heads``
     (None where heads do not divide by ranks), of each what a forward moves: ``exchanges``, ``busiest_bytes`` (that come
-    to the rank which gets most) and ``bytes`` of all ranks. A backward moves as many."""
+    to the rank which gets most) and ``bytes`` of all ranks; and under ``backward`` what a backward moves. ``why``: a
+    sentence about the choice."""
     counts, layer = WayCounts.of(plan, cu_seqlens), shape.bytes(plan.cp_size)
-    found = counts.traffic(layer)
+    found, back = counts.traffic(layer), WayCounts.of(plan, cu_seqlens, is_backward=True).traffic(layer)
     numbers: dict[str, object] = dict.fromkeys(WAYS)
     for way, traffic in found.items():
-        numbers[way] = {"exchanges": traffic.exchanges, "busiest_bytes": traffic.busiest, "bytes": traffic.total}
-    return {"way": counts.cheapest(layer), **numbers}
+        numbers[way] = {**traffic.numbers(), "backward": back[way].numbers()}
+    way = counts.cheapest(layer)
+    return {"way": way, "why": _why(way, found), **numbers}
+
+
+def _why(way: str, found: dict[str, Traffic]) -> str:
+    """A sentence: what the way costs in a forward, and what the others do."""
+
+    def cost(name: str) -> str:
+        traffic = found[name]
+        times = f"{traffic.exchanges} exchange{'s' * (traffic.exchanges != 1)}"
+        return f"{traffic.busiest / 2**20:,.1f} MiB to the busiest rank in {times}"
+
+    if not found[way].exchanges:
+        return f'"{way}" moves nothing.'
+    others = "".join(f'; "{name}": {cost(name)}' for name in found if name != way)
+    latency = f"an exchange counts as {_EXCHANGE_BYTES / 2**20:.1f} MiB"
+    return f'"{way}" costs least: {cost(way)}{others}; {latency}.'
 
 
 __all__ = [
