@@ -9,8 +9,8 @@
     def llama3_8b_magi():
         return use_magi(llama3_8b())
 
-``use_magi`` puts ``MagiAttention`` into each layer, and makes the trainer and its validator give each rank the tokens
-of one plan instead of torchtitan's equal parts. Nothing of torchtitan is patched.
+``use_magi`` puts ``MagiAttention`` into each layer, and plans into gated delta nets. It makes the trainer and its
+validator give each rank the tokens of one plan instead of torchtitan's equal parts. Nothing of torchtitan is patched.
 """
 
 from __future__ import annotations
@@ -39,12 +39,14 @@ from torchtitan.protocols.module import Module
 from torchtitan.protocols.sharding import LocalMapConfig, ShardingConfig
 from torchtitan.trainer import Trainer
 
-from magi_attention.api import AttentionCheck
+from magi_attention.api import AttentionCheck, DispatchConfig, DistAttnConfig
 from magi_attention.api.compiled.ops import compiled_attn
 from magi_attention.errors import ContractError, UnsupportedError
 from magi_attention.functional.calls.attention_check import note_call
 from magi_attention.integrations.packing import LayerPlans, layer_plans
+from magi_attention.integrations.shared.recurrent_layers import MOST_FRAGMENTS
 
+_MASKS_OF_HYBRID = ("quadratic_attention", "deltanet")  # by these names a hybrid model takes them
 Batch = tuple[torch.Tensor, torch.Tensor, dict[str, Any]]
 
 
@@ -148,7 +150,7 @@ class MagiTrainer(Trainer):
     def post_dataloading_process(self, input_dict: dict[str, torch.Tensor], labels: torch.Tensor) -> Batch:
         self.ntokens_seen += labels.numel() // self.parallel_dims.cp
         batch = _local_batch(self.parallel_dims, self.config.parallelism, self.model_config, input_dict, labels)
-        self._batch_plans += batch[2]["attention_masks"].all()
+        self._batch_plans += _plans_of(batch).all()
         if self.parallel_dims.spmd_backend == "spmd_types":
             return annotate_input_spmd_types(self.parallel_dims, *batch)
         return batch
@@ -169,7 +171,7 @@ class MagiValidator(Validator):
         self, input_dict: dict[str, torch.Tensor], labels: torch.Tensor, model_parts: list[torch.nn.Module]
     ) -> Batch:
         batch = _local_batch(self.parallel_dims, self.parallelism, model_parts[0].config, input_dict, labels)
-        self._batch_plans += batch[2]["attention_masks"].all()
+        self._batch_plans += _plans_of(batch).all()
         return batch
 
 
@@ -180,7 +182,8 @@ def use_magi(config: Trainer.Config) -> MagiTrainer.Config:
     where the model has no windows. CUDA graphs are switched off, because a plan is not the same in each step.
 
     Raises:
-        UnsupportedError: another trainer, validator or model; layers that mix tokens other than by attention.
+        UnsupportedError: another trainer, validator or model; layers that mix tokens other than by attention or Qwen
+            3.5's gated delta nets.
     """
     for name, given, known in (("trainer", config, Trainer), ("validator", config.validator, Validator)):
         if type(given) is not known.Config:
@@ -190,16 +193,28 @@ def use_magi(config: Trainer.Config) -> MagiTrainer.Config:
         raise UnsupportedError(f"The model is {_name(spec and spec.model)}; only decoders of torchtitan are supported.")
     model = copy.deepcopy(spec.model)
     for index, layer in enumerate(model.layers):
-        if layer.attention is None:
+        if layer.attention is not None:
+            layer.attention.inner_attention = _attention_of(model, index, layer.attention.inner_attention)
+        elif getattr(layer, "delta_net", None) is not None:
+            from magi_attention.integrations import torchtitan_gated_delta  # wants flash-linear-attention
+
+            layer.delta_net = torchtitan_gated_delta.planned(layer.delta_net, index)
+        else:
             raise UnsupportedError(f"Layer {index} has no attention; what it does with tokens is not known over ranks.")
-        layer.attention.inner_attention = _attention_of(model, index, layer.attention.inner_attention)
+    spec = dataclasses.replace(spec, model=model)
+    if _has_gated_delta(model):
+        spec = dataclasses.replace(spec, parallelize_fn=torchtitan_gated_delta.parallelize)
     return derive(
         config,
         MagiTrainer.Config,
-        model_spec=dataclasses.replace(spec, model=model),
+        model_spec=spec,
         validator=derive(config.validator, MagiValidator.Config),
         training=dataclasses.replace(config.training, disable_cuda_graphs=True),
     )
+
+
+def _has_gated_delta(model: Decoder.Config) -> bool:
+    return any(getattr(layer, "delta_net", None) is not None for layer in model.layers)
 
 
 def _attention_of(model: Decoder.Config, index: int, given: Module.Config) -> MagiAttention.Config:
@@ -208,13 +223,17 @@ def _attention_of(model: Decoder.Config, index: int, given: Module.Config) -> Ma
             raise UnsupportedError(f"Layer {index} has window_size {given.window_size}; give a causal one, (n, 0).")
     elif not isinstance(given, FlexAttention.Config):
         raise UnsupportedError(f"The attention of layer {index} is {_name(given)}; build the model with varlen.")
-    elif type(model)._owner.get_attention_masks is not Decoder.get_attention_masks:
+    elif not _has_gated_delta(model) and type(model)._owner.get_attention_masks is not Decoder.get_attention_masks:
         raise UnsupportedError(f"{_name(model)} makes masks of its own for flex; build it with attn_backend='varlen'.")
     return derive(given, MagiAttention.Config)
 
 
 def _check(config: MagiTrainer.Config) -> None:
-    if (backend := config.parallelism.spmd_backend) == "partial_dtensor":
+    if config.model_spec is not None and _has_gated_delta(config.model_spec.model):
+        from magi_attention.integrations import torchtitan_gated_delta
+
+        torchtitan_gated_delta.check(config)
+    elif (backend := config.parallelism.spmd_backend) == "partial_dtensor":
         raise UnsupportedError(f"parallelism.spmd_backend is {backend!r}; leave it at 'spmd_types'.")
     if not config.training.disable_cuda_graphs:
         raise UnsupportedError("A CUDA graph would keep the plan of one batch; set training.disable_cuda_graphs.")
@@ -229,16 +248,19 @@ def _local_batch(
 ) -> Batch:
     """This rank's tokens, labels, positions and plans, of a batch (B, L) that all ranks of ``cp`` hold. Rows become one
     sequence (1, B L): each begins a document, as does each position 0."""
-    if extra := sorted(input_dict.keys() - {"input", "positions"}):
+    is_hybrid = _has_gated_delta(model)
+    known = {"input", "positions"} | ({"mrope_positions", "special_tokens"} if is_hybrid else set())
+    if extra := sorted(name for name, given in input_dict.items() if name not in known and given is not None):
         raise UnsupportedError(f"The batch has {', '.join(extra)}; only input and positions are dispatched.")
     if (positions := input_dict.get("positions")) is None:
         raise ContractError("The batch has no positions, by which documents are known; use a dataloader that packs.")
     begins = positions == 0
     begins[:, 0] = True
     cu_seqlens = (*begins.flatten().nonzero().flatten().tolist(), positions.numel())
-    windows = {layer.attention.inner_attention.window for layer in model.layers} - {None}
+    attentions = [layer.attention.inner_attention for layer in model.layers if layer.attention is not None]
+    windows = {attention.window for attention in attentions} - {None}
     group = dims.get_mesh("cp").get_group() if dims.cp_enabled else None
-    plans = _plans(cu_seqlens, dims.cp, tuple(sorted(windows))).in_group(group)
+    plans = _plans(cu_seqlens, dims.cp, tuple(sorted(windows)), is_hybrid).in_group(group)
     if parallelism.enable_sequence_parallel and plans.full.shard_sizes[0] % dims.tp:
         raise ContractError(
             f"A rank has {plans.full.shard_sizes[0]} tokens, which {dims.tp} tensor-parallel ranks cannot share "
@@ -249,13 +271,24 @@ def _local_batch(
         return plans.full.shard(x.flatten(), group, pad)[None]
 
     kwargs = {"positions": local(positions), "attention_masks": plans}
+    if is_hybrid:
+        kwargs["attention_masks"] = dict.fromkeys(_MASKS_OF_HYBRID, plans)
+        if (ids := input_dict.get("mrope_positions")) is not None:  # (B, L, 3)
+            kwargs["mrope_positions"] = plans.full.shard(ids.flatten(0, 1), group)[None]
+        kwargs["special_tokens"] = input_dict.get("special_tokens", dict.fromkeys(("image_id", "video_id"), -1))
     batch = local(input_dict["input"]), local(labels, IGNORE_INDEX), kwargs
     return parallelize_inputs(dims, *batch) if dims.spmd_backend == "full_dtensor" else batch
 
 
 @lru_cache(maxsize=8)  # steps whose documents are those of a step before, and a validation set
-def _plans(cu_seqlens: tuple[int, ...], cp_size: int, windows: tuple[int, ...]) -> LayerPlans:
-    return layer_plans(cu_seqlens, cp_size, windows)
+def _plans(cu_seqlens: tuple[int, ...], cp_size: int, windows: tuple[int, ...], is_hybrid: bool) -> LayerPlans:
+    few = DistAttnConfig(DispatchConfig(max_fragments=MOST_FRAGMENTS)) if is_hybrid else None
+    return layer_plans(cu_seqlens, cp_size, windows, few)
+
+
+def _plans_of(batch: Batch) -> LayerPlans:
+    masks = batch[2]["attention_masks"]
+    return masks[_MASKS_OF_HYBRID[0]] if isinstance(masks, dict) else masks
 
 
 def _name(x: Any) -> str:

@@ -23,7 +23,7 @@ from magi_attention.integrations.shared.layer_kinds import chunks_of, parts_with
 from magi_attention.integrations.shared.recurrent_layers import MIXING_TYPES, can_know_plans, has_known, mixing_layers
 from magi_attention.kernels import AttnOptions, Problem, default_registry
 
-_FRAMEWORKS = ("megatron",)  # whose layers that mix tokens are replaced by ours in a spec
+_FRAMEWORKS = ("megatron", "torchtitan")  # whose layers that mix tokens are replaced by ours in a spec
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -26,6 +27,8 @@ from torchtitan.trainer import Trainer  # noqa: E402
 from magi_attention.errors import ContractError, UnsupportedError  # noqa: E402
 from magi_attention.integrations.packing import layer_plans  # noqa: E402
 from magi_attention.integrations.torchtitan import MagiAttention, _local_batch, use_magi  # noqa: E402
+from magi_attention.integrations.validate import validate  # noqa: E402
+from magi_attention.testing.spawn import run_processes  # noqa: E402
 
 SCRIPT, STEPS = "use_torchtitan.py", 4
 IS_NEW = hasattr(torch.distributed, "set_timeout")
@@ -53,6 +56,81 @@ def test_ranks_are_as_a_dense_mask(dense, tmp_path, settings):
     got = launch(tmp_path, settings, ranks, SCRIPT)
     assert got["ours"] and not dense["ours"]
     assert_same_steps(dense, got, STEPS)
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory) -> dict:
+    """Qwen 3.5 in one process by torchtitan's own gated delta nets."""
+    return launch(tmp_path_factory.mktemp("hybrid"), {"model": "qwen3_5", "dense": True}, 1, SCRIPT)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"cp": 1},
+        {"cp": 2, "checkpointing": "selective", "evaluate": True},
+        pytest.param({"cp": 3}, marks=pytest.mark.nightly),
+        pytest.param({"cp": 2, "dp": 2, "checkpointing": "full"}, marks=pytest.mark.nightly),
+    ],
+    ids=str,
+)
+def test_gated_delta_nets_of_qwen(hybrid, tmp_path, settings):
+    """Each document alone, by torchtitan's layer in one process and by ours; heads do not divide by three ranks."""
+    got = launch(tmp_path, {"model": "qwen3_5", **settings}, settings["cp"] * settings.get("dp", 1), SCRIPT)
+    assert got["ours"] and not hybrid["ours"] and got["cp"] == settings["cp"]
+    assert_same_steps(hybrid, got, STEPS)
+
+
+def qwen_without_training(rank: int, world: int) -> list[str]:
+    """What is refused for it, and what ``validate`` says of torchtitan's layers and of ours."""
+    import titan_qwen
+
+    titan_qwen.install_stand_ins()  # which other tests of this process must not see
+    from torchtitan.models import qwen3_5
+
+    said, config = [], llama3_debugmodel()
+    config.model_spec = qwen3_5.model_registry("debugmodel", attn_backend="varlen")
+    titan_qwen.make_small(config.model_spec.model, 64)
+    for option, value in (
+        ("spmd_backend", "spmd_types"), ("tensor_parallel_degree", 2), ("pipeline_parallel_degree", 2),
+        ("components", ["model"]),
+    ):  # fmt: skip
+        made = use_magi(config)
+        made.parallelism = dataclasses.replace(made.parallelism, spmd_backend="partial_dtensor")
+        if option == "components":
+            made.compile = dataclasses.replace(made.compile, enable=True, components=value)
+        else:
+            made.parallelism = dataclasses.replace(made.parallelism, **{option: value})
+        with pytest.raises(UnsupportedError) as error:
+            made.build()
+        said.append(str(error.value))
+    for spec in (config.model_spec, use_magi(config).model_spec):
+        with torch.device("meta"):
+            model = spec.model.build()
+        said.append("; ".join(str(finding) for finding in validate(model, None, SimpleNamespace())))
+    tokens, ids = torch.zeros(2, 8, dtype=torch.int64), torch.arange(48).view(2, 8, 3)
+    special = {"image_id": 3, "video_id": 4}
+    given = {"input": tokens, "positions": torch.arange(8).expand(2, -1), "mrope_positions": ids, "pixel_values": None}
+    dims = ParallelDims(dp_replicate=1, dp_shard=1, cp=1, tp=1, pp=1, ep=1, world_size=1)
+    of_ours = use_magi(config).model_spec.model
+    _, _, found = _local_batch(dims, ParallelismConfig(), of_ours, {**given, "special_tokens": special}, tokens)
+    assert torch.equal(found["mrope_positions"], ids.view(1, 16, 3)) and found["special_tokens"] == special
+    assert {plans.full.cu_seqlens for plans in found["attention_masks"].values()} == {(0, 8, 16)}
+    layer = config.model_spec.model.layers[0]
+    layer.delta_net = dataclasses.replace(layer.delta_net, kernel=dataclasses.replace(layer.delta_net.kernel))
+    layer.delta_net.kernel.backend = "fla_fused_recurrent"
+    with pytest.raises(UnsupportedError) as error:
+        use_magi(config)
+    return [*said, str(error.value)]
+
+
+def test_what_qwen_is_refused_with():
+    ((*options, of_theirs, of_ours, of_kernel),) = run_processes(1, qwen_without_training)
+    wanted = ("spmd_types", "tensor_parallel", "pipeline_parallel", "compile.components")
+    for said, words in zip(options, wanted, strict=True):
+        assert words in said
+    assert "GatedDeltaNet mixes neighbouring tokens" in of_theirs and "integrations.torchtitan returns" in of_theirs
+    assert not of_ours and "fla_chunked" in of_kernel
 
 
 @needs_new_torch

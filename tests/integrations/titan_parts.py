@@ -7,6 +7,7 @@ import dataclasses
 from typing import Any
 
 import torch
+from titan_qwen import masks_of
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.tokenizer import BaseTokenizer
@@ -125,4 +126,6 @@ class DenseTrainer(Trainer):
         if self.parallel_dims.spmd_backend == "full_dtensor":
             batch = parallelize_inputs(self.parallel_dims, *batch)
         batch[2]["attention_masks"] = positions
+        if self.model_config.layers[0].attention is None:
+            batch[2].update(attention_masks=masks_of(positions), special_tokens={"image_id": -1, "video_id": -1})
         return batch

@@ -24,7 +24,8 @@ from torchtitan_on_cpu import IS_NEW, know_cpus  # noqa: E402
 know_cpus()  # before torchtitan is imported
 
 import torch.distributed as dist  # noqa: E402
-from titan_parts import DenseAttention, DenseTrainer, Documents, Metrics, NoTokenizer  # noqa: E402
+from titan_parts import VOCABULARY, DenseAttention, DenseTrainer, Documents, Metrics, NoTokenizer  # noqa: E402
+from titan_qwen import install_stand_ins, make_small  # noqa: E402
 from torch.distributed.tensor import DTensor, distribute_tensor  # noqa: E402
 from torchtitan.config import CompileConfig  # noqa: E402
 from torchtitan.config.override import derive  # noqa: E402
@@ -45,22 +46,32 @@ def config_of_model(settings: dict) -> Trainer.Config:
     """That of torchtitan for its debug model, with two layers."""
     name = settings.get("model", "llama3")
     registry = importlib.import_module(f"torchtitan.models.{name}")
-    config = getattr(importlib.import_module(f"torchtitan.models.{name}.config_registry"), f"{name}_debugmodel")()
+    base = "llama3" if name == "qwen3_5" else name  # whose own reads images from the net
+    config = getattr(importlib.import_module(f"torchtitan.models.{base}.config_registry"), f"{base}_debugmodel")()
     config.model_spec = registry.model_registry("debugmodel", attn_backend="varlen")
+    if name == "qwen3_5":
+        make_small(config.model_spec.model, VOCABULARY)
+        return config
+    config.model_spec.model.layers = config.model_spec.model.layers[:2]
     for layer, window in zip(config.model_spec.model.layers, WINDOWS):
         layer.attention.inner_attention = VarlenAttention.Config(window_size=window)
     return config
 
 
+def backend_of(settings: dict) -> str:
+    if settings.get("model") == "qwen3_5":
+        return "partial_dtensor"
+    return "spmd_types" if IS_NEW else "full_dtensor"
+
+
 def make_config(settings: dict) -> Trainer.Config:
     config = config_of_model(settings)
-    config.model_spec.model.layers = config.model_spec.model.layers[:2]
     config.training = dataclasses.replace(
         config.training, local_batch_size=ROWS // settings.get("dp", 1), seq_len=LENGTH, steps=STEPS, max_norm=1e9,
         mixed_precision_param="float32", disable_cuda_graphs=True,
     )  # fmt: skip
     config.parallelism = dataclasses.replace(
-        config.parallelism, spmd_backend="spmd_types" if IS_NEW else "full_dtensor",
+        config.parallelism, spmd_backend=backend_of(settings),
         data_parallel_shard_degree=settings.get("dp", 1), tensor_parallel_degree=settings.get("tp", 1),
         context_parallel_degree=settings.get("cp", 1),
     )  # fmt: skip
@@ -76,7 +87,7 @@ def make_config(settings: dict) -> Trainer.Config:
     config.debug.spmd_typechecking = settings.get("typechecking", False)
     if not settings.get("dense"):
         return use_magi(config)
-    for layer in config.model_spec.model.layers:
+    for layer in filter(lambda layer: layer.attention is not None, config.model_spec.model.layers):
         layer.attention.inner_attention = derive(layer.attention.inner_attention, DenseAttention.Config)
     return derive(config, DenseTrainer.Config)
 
@@ -118,6 +129,7 @@ def watch(trainer: Trainer) -> list[dict[str, float]]:
 
 def main(out: str, settings: dict) -> None:
     torch.set_num_threads(1)
+    install_stand_ins()
     trainer = make_config(settings).build()
     for part in trainer.model_parts:
         fill(part)

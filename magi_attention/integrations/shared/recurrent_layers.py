@@ -18,6 +18,7 @@ from torch import nn
 MIXING_TYPES = ("linear_attention", "mamba", "conv", "recurrent", "rwkv")
 _MIXING_CLASSES = ("Mamba", "GatedDelta", "DeltaNet", "DeltaAttention", "ShortConv", "Rwkv", "RWKV", "RecurrentBlock",
                    "LinearAttention")  # fmt: skip
+MOST_FRAGMENTS = 8  # of a rank that passes states: as many as keep 8 ranks balanced to 2% (docs/dispatch.md)
 _POOLED = (nn.LSTM, nn.GRU, nn.RNN, nn.Conv1d)
 CONVOLUTION, FUSED = "causal_conv1d_fn", "mamba2_split_conv1d_scan_combined"
 SCANS = ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention", "mamba2_chunk_scan")
@@ -100,6 +101,7 @@ def has_known(model: nn.Module) -> bool:
 __all__ = [
     "CONVOLUTION",
     "FUSED",
+    "MOST_FRAGMENTS",
     "MIXING_TYPES",
     "SCANS",
     "can_know_plans",

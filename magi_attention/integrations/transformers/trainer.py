@@ -20,7 +20,7 @@ from magi_attention.config import DispatchConfig, DistAttnConfig
 from magi_attention.errors import ContractError, UnsupportedError
 from magi_attention.integrations.packing import PackingCollator
 from magi_attention.integrations.shared.layer_kinds import chunks_of, parts_without_text, windows_of
-from magi_attention.integrations.shared.recurrent_layers import has_known
+from magi_attention.integrations.shared.recurrent_layers import MOST_FRAGMENTS, has_known
 from magi_attention.integrations.transformers.checks import check_class, check_started, check_trainer
 from magi_attention.integrations.transformers.evaluation import BatchesInOrder, EvaluationMixin, plans_of
 from magi_attention.integrations.transformers.loss import LossOfOwnShift
@@ -30,7 +30,6 @@ from magi_attention.integrations.transformers.same_tokens import SameTokens
 # Columns of examples that PackingCollator reads, whether or not the model has arguments of these names.
 _COLUMNS = {"input_ids", "labels", "attention_mask", "position_ids", "seq_lengths", "completion_mask",
             "assistant_masks"}  # fmt: skip
-_MOST_FRAGMENTS = 8  # as many as keep 8 ranks balanced to 2% (docs/dispatch.md)
 
 
 class _Loader(DataLoader):
@@ -209,7 +208,7 @@ class ContextParallelTrainer(ContextParallelMixin, Trainer):
 
 def _few_fragments(model: torch.nn.Module) -> DistAttnConfig | None:
     """For models whose layers pass states: each of a rank's ranges of tokens takes one more summary of it."""
-    return DistAttnConfig(DispatchConfig(max_fragments=_MOST_FRAGMENTS)) if has_known(model) else None
+    return DistAttnConfig(DispatchConfig(max_fragments=MOST_FRAGMENTS)) if has_known(model) else None
 
 
 def _given(init: Any, name: str, args: tuple, kwargs: dict) -> Any:
