@@ -11,7 +11,7 @@ The caller gives the library's function, so nothing is imported here. Shapes hav
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,27 +20,30 @@ import torch.nn.functional as F
 
 from magi_attention.api import Plan, run_recurrent
 from magi_attention.common.infer import CuSeqlens
+from magi_attention.errors import ContractError
 from magi_attention.functional.recurrent.layers import Kernel, Layer, choose_way
 from magi_attention.functional.recurrent.states import Held
 
 Function = Callable[..., Any]
 
 
-def fla_kernel(function: Function, **options: Any) -> Kernel:
-    """``chunk_gated_delta_rule`` or ``chunk_kda`` of ``fla.ops``, for ``run_recurrent`` with values ``(T, H, V)`` and
-    ``inputs=(q, k, g, beta)``.
+def fla_kernel(function: Function, names: Sequence[str] = ("q", "k", "g", "beta"), **options: Any) -> Kernel:
+    """A chunked function of ``fla.ops``, for ``run_recurrent`` with values ``(T, H, V)`` and inputs that the function
+    calls ``names``: by default those of ``chunk_gated_delta_rule`` and ``chunk_kda``, ``inputs=(q, k, g, beta)``.
 
-    q, k ``(T, Hk, K)``; g ``(T, H)`` or ``(T, H, K)``, logarithms of decays; beta ``(T, H)``. ``options`` are further
-    arguments of the function, as ``scale`` and ``use_qk_l2norm_in_kernel``.
+    q, k ``(T, Hk, K)``; g ``(T, H)`` or ``(T, H, K)``, logarithms of decays; beta ``(T, H)``. For ``chunk_rwkv7`` give
+    ("r", "w", "k", "a", "b"), for ``chunk_gla`` ("q", "k", "g"). ``options`` are further arguments of the function, as
+    ``scale`` and ``use_qk_l2norm_in_kernel``. ``ContractError`` for inputs that are not as many as names.
     """
 
     def kernel(
         value: torch.Tensor, initial_state: torch.Tensor, cu_seqlens: torch.Tensor, *inputs: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        q, k, g, beta = (x[None] for x in inputs)
+        if len(inputs) != len(names):
+            raise ContractError(f"{len(inputs)} inputs came for {', '.join(names)}; give inputs= in this order.")
         out, final = function(
-            q, k, value[None], g, beta, initial_state=initial_state, output_final_state=True, cu_seqlens=cu_seqlens,
-            **options,
+            v=value[None], **{name: x[None] for name, x in zip(names, inputs)}, initial_state=initial_state,
+            output_final_state=True, cu_seqlens=cu_seqlens, **options,
         )  # fmt: skip
         return out[0], final
 

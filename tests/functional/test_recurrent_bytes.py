@@ -20,7 +20,7 @@ MASKS = {
     "short": Mask.varlen(list(range(0, 1537, 32)), causal=True),
 }
 
-LAYERS = ("gated_delta", "kda", "gla", "mamba2")
+LAYERS = ("gated_delta", "kda", "rwkv7", "gla", "mamba2")
 
 
 def plan_of(mask: str, world: int) -> Plan:
@@ -46,10 +46,11 @@ def run(layer: str, plan: Plan, rows: int, way: str) -> torch.Tensor:
     q, k, value, number = drawn(KEY_HEADS, KEY), drawn(KEY_HEADS, KEY), drawn(HEADS, WIDTH), drawn(HEADS)
     if layer == "mamba2":
         return run_mamba2(scan, value, number, -torch.ones(HEADS), k, q, 16, plan, dt_softplus=True, way=way)
-    decay = drawn(HEADS, *[KEY] * (layer in ("kda", "gla")), dtype=torch.float32)
+    decay = drawn(HEADS, *[KEY] * (layer in ("kda", "rwkv7", "gla")), dtype=torch.float32)
     if layer == "gla":
         return run_recurrent(kernel, value, KEY, plan, inputs=(q, k, decay), log_decay=decay, way=way)
-    return run_recurrent(kernel, value, KEY, plan, inputs=(q, k, decay, number), way=way)
+    others = (number,) if layer != "rwkv7" else (drawn(KEY_HEADS, KEY), drawn(KEY_HEADS, KEY))
+    return run_recurrent(kernel, value, KEY, plan, inputs=(q, k, decay, *others), way=way)
 
 
 def sent_by_gloo(rank: int, world: int) -> dict[tuple[str, str, str], list[list[int]]]:

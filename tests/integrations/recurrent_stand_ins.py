@@ -38,6 +38,25 @@ def chunk_gated_delta_rule(
     return torch.stack(out)[None], torch.stack(finals) if output_final_state else None
 
 
+def chunk_rwkv7(r, w, k, v, a, b, scale=1.0, initial_state=None, output_final_state=False, cu_seqlens=None):
+    """S = (Diag(exp(w)) + b a^T) S + k v^T, and out = S^T r: Peng et al. 2025, arXiv:2503.14456."""
+    bounds, out, finals = cu_seqlens.tolist(), [], []
+    for begin, end, state in zip(bounds[:-1], bounds[1:], initial_state):
+        for t in range(begin, end):
+            of_a = torch.einsum("hk,hkv->hv", a[0, t], state)
+            state = w[0, t].exp()[..., None] * state + b[0, t][..., None] * of_a[:, None]
+            state = state + torch.einsum("hk,hv->hkv", k[0, t], v[0, t])
+            out.append(scale * torch.einsum("hk,hkv->hv", r[0, t], state))
+        finals.append(state)
+    return torch.stack(out)[None], torch.stack(finals) if output_final_state else None
+
+
+def chunk_gla(q, k, v, g, scale=None, initial_state=None, output_final_state=False, cu_seqlens=None):
+    """S = Diag(exp(g)) S + k v^T: what RWKV-7 does without its a."""
+    nothing, scale = torch.zeros_like(k), q.shape[-1] ** -0.5 if scale is None else scale
+    return chunk_rwkv7(q, g, k, v, nothing, nothing, scale, initial_state, output_final_state, cu_seqlens)
+
+
 def mamba_chunk_scan_combined(
     x, dt, A, B, C, chunk_size, D=None, z=None, dt_bias=None, initial_states=None, seq_idx=None, cu_seqlens=None,
     dt_softplus=False, dt_limit=(0.0, float("inf")), return_final_states=False, state_dtype=None,

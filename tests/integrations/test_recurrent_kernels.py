@@ -11,10 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from recurrent_stand_ins import chunk_gated_delta_rule, mamba_chunk_scan_combined
+from recurrent_stand_ins import chunk_gated_delta_rule, chunk_gla, chunk_rwkv7, mamba_chunk_scan_combined
 
 from magi_attention.api import run_recurrent
 from magi_attention.comm.transport.fake import FakeWorld
+from magi_attention.errors import ContractError
 from magi_attention.integrations.recurrent_kernels import attn_gym_kernel, fla_kernel, run_mamba2
 from magi_attention.meta.recurrent.tables import contiguous_fragments
 from magi_attention.testing.random_plans import random_plan
@@ -110,6 +111,34 @@ def test_arguments_and_states_of_fla(seed: int) -> None:
         return run_recurrent(kernel, v, KEY, plan, transport, inputs=(q, k, g, beta), state_dtype=torch.float64)
 
     check_ranks(plan, by_plan, tensors, with_gradients(whole, tensors, weight), weight)
+
+
+@pytest.mark.parametrize("name", ["chunk_rwkv7", "chunk_gla"])
+@pytest.mark.parametrize("seed", range(4))
+def test_other_functions_of_fla_by_their_names(name: str, seed: int) -> None:
+    print("seed", seed)
+    plan = random_plan(np.random.default_rng(800 + seed), most_tokens=40, most_ranks=4)
+    function, names = {"chunk_rwkv7": (chunk_rwkv7, "rwkab"), "chunk_gla": (chunk_gla, "qkg")}[name]
+    q, k, decay, _, v = inputs(plan.total_tokens, 1, seed)
+    known = {"q": q, "r": q, "k": k, "g": decay, "w": decay, "a": -k, "b": k * torch.rand_like(k)}
+    tensors = [*(known[letter] for letter in names), v]
+    weight = torch.randn(plan.total_tokens, HEADS, WIDTH, dtype=torch.float64)
+    cu_seqlens = torch.tensor(plan.cu_seqlens)
+
+    def whole(*tensors):
+        named = {letter: x[None] for letter, x in zip((*names, "v"), tensors)}
+        zero = tensors[-1].new_zeros(len(cu_seqlens) - 1, HEADS, KEY, WIDTH)
+        return function(**named, initial_state=zero, cu_seqlens=cu_seqlens)[0][0]
+
+    def by_plan(transport, *tensors):
+        *given, v = tensors
+        options = {"log_decay": given[2]} if name == "chunk_gla" else {}
+        kernel = fla_kernel(function, tuple(names))
+        return run_recurrent(kernel, v, KEY, plan, transport, inputs=given, state_dtype=torch.float64, **options)
+
+    check_ranks(plan, by_plan, tensors, with_gradients(whole, tensors, weight), weight)
+    with pytest.raises(ContractError, match="2 inputs came for"):
+        fla_kernel(function, tuple(names))(v, v, cu_seqlens, q, k)
 
 
 @pytest.mark.parametrize("way", ["states", "contiguous", "heads"])

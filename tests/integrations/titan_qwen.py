@@ -18,8 +18,8 @@ class Unused(torch.autograd.Function):
     """Stands for a function that torchtitan registers."""
 
 
-def chunk_gated_delta_rule(*tensors, cu_seqlens=None, cu_seqlens_cpu=None, **options):
-    return by_tokens(*tensors, cu_seqlens=None if cu_seqlens is None else cu_seqlens.long(), **options)
+def chunk_gated_delta_rule(*tensors, cu_seqlens=None, cu_seqlens_cpu=None, **named):
+    return by_tokens(*tensors, cu_seqlens=None if cu_seqlens is None else cu_seqlens.long(), **named)
 
 
 def causal_conv1d(x, weight, bias, activation, backend, cu_seqlens, cu_seqlens_cpu):

@@ -27,13 +27,25 @@ from magi_attention.meta.recurrent.tables import contiguous_fragments, from_cont
 
 WAYS = ("states", "contiguous", "heads")
 _EXCHANGE_BYTES = NCCL_LATENCY_S * NCCL_BYTES_PER_S  # that a link moves while a collective begins
-# layer -> is its decay of each key, has it a beta or a step of each head, the dims of a transition, and is its decay an
-# input of the kernel, which moves by heads, too
+
+
+class _Kind(NamedTuple):
+    """A kind of layer: tensors of the size of keys, which queries are one of; is a decay of each key or of a head; has
+    it a beta or a step of each head; dims of a transition; is the decay an input of the kernel, moving by heads."""
+
+    keys: int
+    has_key_decay: bool
+    has_number: bool
+    dims: int
+    takes_decay: bool = True
+
+
 _LAYERS = {
-    "gated_delta": (False, True, 2, True),
-    "kda": (True, True, 2, True),
-    "gla": (True, False, 1, True),
-    "mamba2": (False, True, 0, False),
+    "gated_delta": _Kind(2, False, True, 2),
+    "kda": _Kind(2, True, True, 2),
+    "rwkv7": _Kind(4, True, False, 2),
+    "gla": _Kind(2, True, False, 1),
+    "mamba2": _Kind(2, False, True, 0, takes_decay=False),
 }
 
 
@@ -179,8 +191,8 @@ def parts_of_heads(heads: int, all_heads: int, world: int) -> int | None:
 @dataclass(frozen=True)
 class RecurrentShape:
     """A recurrent layer, to count bytes: ``heads`` states of ``key_dim`` x ``value_dim`` float32, inputs of
-    ``element_bytes`` each. ``layer`` is "gated_delta", "kda", "gla" or "mamba2". ``key_heads`` (those of queries and
-    keys; groups of B and C) are as many as ``heads`` without them."""
+    ``element_bytes`` each. ``layer`` is "gated_delta", "kda", "rwkv7", "gla" or "mamba2". ``key_heads`` (those of
+    queries and keys; groups of B and C) are as many as ``heads`` without them."""
 
     heads: int
     key_dim: int
@@ -198,15 +210,17 @@ class RecurrentShape:
 
     def bytes(self, world: int) -> LayerBytes:
         """For ``world`` ranks, as ``run_recurrent`` counts tensors; log decays are float32."""
-        of_key, has_number, dims, has_decay = _LAYERS[self.layer]
-        key_heads, decay, size = self.key_heads or self.heads, self.key_dim if of_key else 1, self.element_bytes
-        inputs = [Input(size, key_heads, 2 * self.key_dim * size), Input(size, self.heads, self.value_dim * size)]
-        if has_number:
+        kind = _LAYERS[self.layer]
+        key_heads, size = self.key_heads or self.heads, self.element_bytes
+        decay = self.key_dim if kind.has_key_decay else 1
+        inputs = [Input(size, key_heads, kind.keys * self.key_dim * size),
+                  Input(size, self.heads, self.value_dim * size)]  # fmt: skip
+        if kind.has_number:
             inputs.append(Input(size, self.heads, size))
         with_decay = [*inputs, Input(4, self.heads, 4 * decay)]
-        inputs = with_decay if has_decay else inputs
+        inputs = with_decay if kind.takes_decay else inputs
         return LayerBytes(
-            4 * self.heads * self.key_dim * self.value_dim, 4 * self.heads * self.key_dim**dims,
+            4 * self.heads * self.key_dim * self.value_dim, 4 * self.heads * self.key_dim**kind.dims,
             Moved.of((x.dtype, x.heads * x.bytes) for x in inputs),
             Moved.of((x.dtype, x.heads * x.bytes) for x in with_decay), part_of(inputs, self.heads, world),
             self.heads * self.value_dim * size,
