@@ -32,7 +32,18 @@ def alone(tmp_path_factory) -> dict:
 def test_packed_documents_are_as_alone(alone, tmp_path, ranks: int, is_deterministic: bool) -> None:
     """Heads do not divide by two ranks. In the deterministic mode the recurrence is Megatron's own, in chunks."""
     assert len(alone["found"]) == 1 and "use_magi of magi_attention.integrations.megatron" in alone["found"][0]
-    got = launch(tmp_path, {"own": False, "deterministic": is_deterministic}, ranks, SCRIPT)
+    assert_as_alone(alone, launch(tmp_path, {"own": False, "deterministic": is_deterministic}, ranks, SCRIPT))
+
+
+@pytest.mark.nightly
+def test_with_tensor_parallel_ranks(tmp_path) -> None:
+    """Two, with two context-parallel ranks each. Gradients are summed over all four."""
+    settings = {"tp": 2, "deterministic": False}
+    alone = launch(tmp_path / "alone", {**settings, "own": True}, 2, SCRIPT)
+    assert_as_alone(alone, launch(tmp_path, {**settings, "own": False}, 4, SCRIPT))
+
+
+def assert_as_alone(alone: dict, got: dict) -> None:
     assert not got["found"]
     assert abs(got["loss"] - alone["loss"]) <= 1e-5 * alone["loss"] and got["grads"].keys() == alone["grads"].keys()
     for name, values in alone["grads"].items():

@@ -84,15 +84,17 @@ from magi_attention.integrations.validate import validate  # noqa: E402
 mamba_mixer.get_cuda_rng_tracker = lambda: SimpleNamespace(fork=nullcontext)
 
 
-def make_model(cp: int, is_own: bool, is_deterministic: bool) -> HybridModel:
-    """``is_own``: with Megatron's recurrent layers. Their heads do not divide by two ranks."""
+def make_model(tp: int, cp: int, is_own: bool, is_deterministic: bool) -> HybridModel:
+    """``is_own``: with Megatron's recurrent layers. Three of their heads are on a tensor-parallel rank, so that they do
+    not divide by two context-parallel ones."""
     config = TransformerConfig(
         num_layers=len(PATTERN), hidden_size=24, num_attention_heads=4, num_query_groups=2, use_cpu_initialization=True,
         perform_initialization=False, attention_dropout=0.0, hidden_dropout=0.0, bias_dropout_fusion=False,
         masked_softmax_fusion=False, context_parallel_size=cp, is_hybrid_model=True, linear_conv_kernel_dim=4,
-        activation_func=F.silu, linear_key_head_dim=4, linear_value_head_dim=8, linear_num_key_heads=3,
-        linear_num_value_heads=3, deterministic_mode=is_deterministic, add_bias_linear=False, mamba_num_heads=3,
-        mamba_head_dim=8, mamba_state_dim=4, mamba_num_groups=1, mamba_training_ssm_states_dtype=torch.float32,
+        activation_func=F.silu, linear_key_head_dim=4, linear_value_head_dim=8, linear_num_key_heads=3 * tp,
+        linear_num_value_heads=3 * tp, deterministic_mode=is_deterministic, add_bias_linear=False,
+        mamba_num_heads=3 * tp, mamba_head_dim=8, mamba_state_dim=4, mamba_num_groups=tp,
+        mamba_training_ssm_states_dtype=torch.float32, tensor_model_parallel_size=tp,
     )  # fmt: skip
     own = get_gpt_layer_local_spec().submodules
     parts = GatedDeltaNetSubmodules(ColumnParallelLinear, own.input_layernorm, RowParallelLinear)
@@ -114,15 +116,16 @@ def make_model(cp: int, is_own: bool, is_deterministic: bool) -> HybridModel:
     )
     kinds = {type(layer) for layer in model.modules() if isinstance(layer, (GatedDeltaNet, MambaMixer))}
     assert kinds == ({GatedDeltaNet, MambaMixer} if is_own else {PlannedGatedDeltaNet, PlannedMambaMixer})
-    fill(model, 1, 0)
+    fill(model, tp, parallel_state.get_tensor_model_parallel_rank())
     return model
 
 
 def main(out: str, settings: dict) -> None:
     dist.init_process_group("gloo")
-    cp = dist.get_world_size()
-    parallel_state.initialize_model_parallel(context_parallel_size=cp)
-    model = make_model(cp, settings["own"], settings["deterministic"])
+    tp = settings.get("tp", 1)
+    cp = dist.get_world_size() // tp
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp, context_parallel_size=cp)
+    model = make_model(tp, cp, settings["own"], settings["deterministic"])
     generator = torch.Generator().manual_seed(1)
     tokens, labels = torch.randint(0, VOCABULARY, (2, 1, BOUNDS[-1]), generator=generator)
     positions = torch.arange(BOUNDS[-1])[None]
@@ -131,7 +134,8 @@ def main(out: str, settings: dict) -> None:
         for a, b in zip(BOUNDS, BOUNDS[1:]):
             total = total + model(tokens[:, a:b], positions[:, a:b], None, labels=labels[:, a:b]).sum()
     else:
-        rows, cu = local_rows(BOUNDS, cp, dist.get_rank()), torch.tensor(BOUNDS, dtype=torch.int32)
+        rows = local_rows(BOUNDS, cp, parallel_state.get_context_parallel_rank())
+        cu = torch.tensor(BOUNDS, dtype=torch.int32)
         packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu, cu_seqlens_kv=cu)
         given = (x[:, rows] for x in (tokens, positions))
         total = model(*given, None, labels=labels[:, rows], packed_seq_params=packed).sum()
@@ -143,7 +147,7 @@ def main(out: str, settings: dict) -> None:
         grads[name] = parameter.grad.flatten().tolist()
     if dist.get_rank() == 0:
         found = [str(finding) for finding in validate(model)]
-        Path(out).write_text(json.dumps({"processes": cp, "loss": float(loss), "grads": grads, "found": found}))
+        Path(out).write_text(json.dumps({"processes": tp * cp, "loss": float(loss), "grads": grads, "found": found}))
 
 
 if __name__ == "__main__":
