@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Block-sparse and index attention on one device: ours beside FlexAttention, cuDNN and gathering, in one run.
+"""Block-sparse and index attention on one device: ours beside FlexAttention, cuDNN, FlashMLA and gathering, in one run.
 
     python benchmarks/sparse/sparse_bench.py [--masks b128_random_0.1,index_2048] [--seqlens 8K,32K] [--out NAME]
 

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from peers import Make, Run, Unfit, _cudnn_flex, _has, batched, tokens_first
 from sparse_cases import BlockCase, IndexCase
+from sparse_wheels import of_wheels
 
 from magi_attention.api import attend, block_sparse_attn_func, flex_flash_attn_func, index_attn_func, make_plan
 from magi_attention.common.mask import Mask
@@ -160,5 +161,5 @@ def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None, case) -> Run
 def available() -> dict[str, Make]:
     """Implementations by name, ours first."""
     found: dict[str, Make] = {"magi": _ours, "magi_blocks": _blocks, "magi_attend": _attend}
-    found |= {"flex": _flex, "gather": _gather}
+    found |= {"flex": _flex, "gather": _gather} | of_wheels()
     return found | ({"cudnn_flex": _cudnn} if _has("cudnn.flex_attention") else {})

@@ -15,6 +15,7 @@ from kernel import Result, prepare
 from peers_backward import by_autograd
 from result_files import SPARSE, load
 from sparse_check import SparseBackwardCheck, SparseForwardCheck
+from sparse_wheels import of_wheels
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = ["b16_random_0.3", "b16_window", "b8_video", "index_12", "dsa_12"]
@@ -47,7 +48,7 @@ def test_all_implementations_are_right_and_wrong_ones_are_found(name, monkeypatc
     options = sparse_bench.make_parser().parse_args("--heads 4 2 --index-heads 4 --head-dim 16 --dtype fp32".split())
     *tensors, dout = sparse_bench.inputs_of(case, options, "cpu", has_dout=True)
     assert (tensors[2] is None) == name.startswith("dsa")
-    makers = {n: m for n, m in sparse_peers.available().items() if n != "cudnn_flex"}
+    makers = {n: m for n, m in sparse_peers.available().items() if n not in ("cudnn_flex", *of_wheels())}
     makers["wrong"] = wrong
     fits = {"magi", "magi_blocks", "magi_attend", "flex"} if name.startswith("b") else {"magi", "flex", "gather"}
     fits -= {"flex"} if name.startswith("dsa") else set()
