@@ -22,7 +22,7 @@ from data import ahead, packed_batches  # noqa: E402
 from model import Llama  # noqa: E402
 
 SEQ_LEN, LONGEST, STEPS = 300, 90, 3
-WORDS = f"--out none --dtype fp32 --seq-len {SEQ_LEN} --max-document {LONGEST} --data {EXAMPLES}".split()
+WORDS = [*f"--out none --dtype fp32 --seq-len {SEQ_LEN} --max-document {LONGEST} --data".split(), str(EXAMPLES)]
 
 
 def steps(rank: int, world: int, seed: int, cp: int, words: list[str]) -> tuple[list[float], dict, int]:
