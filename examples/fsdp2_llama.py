@@ -169,7 +169,7 @@ class Trainer:
         self.done, self.batches = step, ahead(ready, args.accumulate)
 
     def borders(self, batch: Batch) -> tuple[int, ...]:
-        """Of its documents."""
+        """Where its documents begin, and where the last one ends."""
         return batch.cu_seqlens
 
     def plan(self, batch: Batch) -> Future[Plan]:

@@ -30,7 +30,7 @@ _OTHERS = {"embedding.weight": "model.embed_tokens", "norm.weight": "model.norm"
 
 
 def read_config(folder: Path) -> ModelConfig:
-    """Of config.json; ends with a sentence if the model is another one than model.py's."""
+    """What config.json says; ends with a sentence if the model is another one than model.py's."""
     path = folder / "config.json"
     if not path.exists():
         raise SystemExit(f"--weights {folder} has no config.json; give the folder of a Llama or Qwen3 model.")

@@ -45,7 +45,7 @@ def save(kind: str, folder: Path, seed: int) -> torch.nn.Module:
 
 
 def first_loss(rank: int, world: int, folder: Path, tokens: torch.Tensor, is_long: bool) -> tuple[float, int, bool]:
-    """Of one step, how many bytes of the weights this rank read, and whether it made all of them first."""
+    """The loss of one step, how many bytes of the weights this rank read, and whether it made all of them first."""
     program = long_context if is_long else fsdp2_llama
     parser = (program.make_long_parser if is_long else program.make_parser)(None)
     args = parser.parse_args(["--out", "none", "--dtype", "fp32", "--weights", str(folder), "--seq-len", str(TOKENS)])

@@ -41,7 +41,7 @@ def keep_attention(
 
 
 class _Results:
-    """Of the calls of one checkpoint, in their order."""
+    """Results of the calls of one checkpoint, in their order."""
 
     def __init__(self, pack: Pack | None, unpack: Unpack | None) -> None:
         self._pack, self._unpack = pack, unpack
@@ -114,7 +114,7 @@ class _Pass(AbstractContextManager[None]):
 
 
 def kept_result(q: torch.Tensor, v: torch.Tensor) -> Forward | None:
-    """Of this call, if a checkpoint that kept it is computed again."""
+    """The result of this call, if a checkpoint that kept it is computed again."""
     now = _active.now
     return None if now is None or not now.is_again else now.results.get(now.number(), q, v)
 

@@ -105,7 +105,7 @@ def test_the_best_blocks(library, name, seed, monkeypatch):
 @pytest.mark.parametrize("has_weights", [False, True])
 @pytest.mark.parametrize("seed", range(4))
 def test_random_problems_of_blocks(library, has_weights, seed, monkeypatch):
-    """Of small whole numbers, so that many blocks are equal and the reference is exact."""
+    """Tensors hold small whole numbers, so that many blocks are equal and the reference is exact."""
     print(f"seed {seed}")
     gen = torch.Generator().manual_seed(100 + seed)
 

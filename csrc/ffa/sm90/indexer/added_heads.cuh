@@ -64,7 +64,7 @@ class AddedHeads {
     }
   }
 
-  // Of the key tile from `key` on.
+  // Scores of the key tile from `key` on.
   __device__ __forceinline__ void write(const Dots& dots, int key) const {
     if (p_.heads == C::kHeads)
       add_and_write<false>(dots[0], key + key_);
@@ -111,7 +111,7 @@ class AddedHeads {
     }
   }
 
-  // Of query i of the tile, for `key` and the eighth behind it.
+  // Sums of query i of the tile, for `key` and the eighth behind it.
   __device__ __forceinline__ void write_sums(int i, const float (&sums)[2], int key) const {
     const int64_t row = (first_query_ + i) * p_.pitch;
     if constexpr (C::kForm == IndexerForm::kBlocks) {

@@ -56,7 +56,7 @@ class HeadMaxima {
       }
   }
 
-  // Of the key tile from `key` on, sixteen at a time.
+  // Maxima of the key tile from `key` on, sixteen keys at a time.
   __device__ __forceinline__ void write(const Dots& dots, int key) {
 #pragma unroll
     for (int n = 0; n < kOctets; ++n)

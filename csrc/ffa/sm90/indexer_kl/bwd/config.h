@@ -38,7 +38,7 @@ struct IndexerKlBwdSmem {
   // The gradients of the dots of a block, in turns: rows of keys, columns of heads.
   __device__ uint32_t inner(uint32_t s) const { return base + C::kInnerAt + s * kKlAtomBytes; }
   __device__ uint32_t weights(uint32_t s) const { return base + C::kWeightsAt + s * kKlHeads * 4; }
-  // Of each warp, the gradients of weights.
+  // The gradients of weights, from each warp.
   __device__ uint32_t sums(int warp) const { return base + C::kSumsAt + warp * kKlHeads * 4; }
   __device__ uint32_t bar(int i) const { return base + C::kBarriersAt + 8 * i; }
   __device__ uint32_t q_full(uint32_t s) const { return bar(s); }  // with weights
