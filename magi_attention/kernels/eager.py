@@ -17,6 +17,7 @@ from torch._library.custom_ops import CustomOpDef
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
+from magi_attention.errors import UnsupportedError
 from magi_attention.kernels.double_backward import refuse_double_backward
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -37,15 +38,15 @@ def eager_call(op: Any, save: Callable[..., None] | None = None, grad: Callable[
     """How to call an ``opaque_op``, by position, and what its derivative is: ``grad`` of what ``save`` keeps, both as
     ``register_autograd`` of torch takes them; ``UnsupportedError`` without them."""
     op.register_autograd(grad or refuse_double_backward, setup_context=save)
-    run = op.run
+    run, onlookers = op.run, _Onlookers()
     differentiable = op if grad is None or save is None else _function(op, save, grad).apply
 
     @functools.wraps(run)
     def call(*args: Any) -> Any:
-        if is_compiling() or _is_watched() or not all(type(x) in _PLAIN for x in args if isinstance(x, torch.Tensor)):
+        if is_compiling() or onlookers.are_there():
             return op(*args)
         tensors = [x for x in args if isinstance(x, torch.Tensor)]
-        if any(x.is_meta for x in tensors):
+        if any(type(x) not in _PLAIN or x.is_meta for x in tensors):
             return op(*args)
         if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
             return differentiable(*args)
@@ -61,18 +62,37 @@ def _function(op: Any, save: Callable[..., None], grad: Callable[..., Any]) -> A
         return results
 
     members = {"forward": staticmethod(forward), "backward": staticmethod(grad), "__doc__": op.run.__doc__}
-    return type(op._name.replace("::", "_"), (torch.autograd.Function,), members)
+    return type(op._name, (torch.autograd.Function,), members)
 
 
-def _is_watched() -> bool:
-    """Is there a mode, a transform of functorch, a trace or a tangent, which ought to see an op of torch?"""
-    return bool(
-        torch._C._len_torch_dispatch_stack()
-        or torch._C._len_torch_function_stack()
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch._C._is_tracing()
-        or forward_ad._current_level >= 0
-    )
+def watching_modes() -> tuple[tuple[Callable[[], object], object], ...]:
+    """Functions of torch, and what each gives where no mode and no trace is active.
+
+    ``UnsupportedError`` if this torch has other names for them.
+    """
+    try:
+        modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
+        return *((mode, 0) for mode in modes), (torch._C._is_tracing, False)
+    except AttributeError as error:
+        raise UnsupportedError(f"torch {torch.__version__} is unknown to this package: {error}.") from None
 
 
-__all__ = ["eager_call", "opaque_op"]
+class _Onlookers:
+    """Who ought to see an op of torch. On a torch with other names somebody always might, so all calls are ops."""
+
+    def __init__(self) -> None:
+        try:
+            self._answers = *watching_modes(), (torch._C._functorch.peek_interpreter_stack, None)
+            self._tangents = vars(forward_ad)
+            self._is_known = "_current_level" in self._tangents
+        except (AttributeError, UnsupportedError):
+            self._is_known = False
+
+    def are_there(self) -> bool:
+        """Is there a mode, a transform of functorch, a trace or a tangent?"""
+        if not self._is_known or self._tangents["_current_level"] >= 0:
+            return True
+        return any(ask() != nobody for ask, nobody in self._answers)
+
+
+__all__ = ["eager_call", "opaque_op", "watching_modes"]

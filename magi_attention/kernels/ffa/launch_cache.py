@@ -23,6 +23,7 @@ from torch.autograd import forward_ad
 
 from magi_attention.env import registry
 from magi_attention.errors import UnsupportedError
+from magi_attention.kernels.eager import watching_modes
 from magi_attention.native.loader import load_host
 
 _log = logging.getLogger("magi_attention.kernels")
@@ -65,14 +66,11 @@ class TorchHooks(NamedTuple):
             raise UnsupportedError(
                 f"torch {torch.__version__} does not show its tensors to C code; install torch 2.10 or newer."
             )
-        try:
-            modes = (torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack)
-            is_tracing, _ = torch._C._is_tracing, forward_ad._current_level
-        except AttributeError as error:
-            raise UnsupportedError(f"torch {torch.__version__} is unknown to this package: {error}.") from None
+        if not hasattr(forward_ad, "_current_level"):
+            raise UnsupportedError(f"torch {torch.__version__} keeps tangents in a way unknown to this package.")
         return cls(
             api, torch.Tensor, torch.nn.Parameter, torch.empty_like, torch.is_grad_enabled,
-            answers=(*((f, 0) for f in modes), (is_tracing, False)),
+            answers=watching_modes(),
             # Tangents of forward-mode differentiation are invisible to all of the above.
             entries=((vars(forward_ad), "_current_level", -1),),
         )  # fmt: skip

@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from magi_attention.functional import flex_flash_attn_func
+from magi_attention.kernels.eager import eager_call, opaque_op
 from magi_attention.kernels.ffa.custom_ops import call_flex_fwd, flex_fwd
 
 RANGES = torch.tensor([[0, 5], [5, 11]], dtype=torch.int32)
@@ -86,3 +87,11 @@ def test_a_checkpoint(is_reentrant):
     want = torch.autograd.grad(f(*of).square().sum(), of)
     checkpoint(f, *of, use_reentrant=is_reentrant).square().sum().backward()
     assert all(torch.equal(x.grad, g) for x, g in zip(of, want))
+
+
+def test_on_a_torch_with_other_names_calls_are_ops(monkeypatch):
+    monkeypatch.delattr(torch._C, "_len_torch_dispatch_stack")
+    call, of = eager_call(opaque_op("magi_attention::eager_probe", "(Tensor x) -> Tensor")(torch.neg)), leaves(5)
+    seen = []
+    monkeypatch.setattr(type(flex_fwd), "__call__", lambda self, *args: seen.append(self._name) or self.run(*args))
+    assert torch.equal(call(of[0].detach()), -of[0]) and seen == ["eager_probe"]
