@@ -72,6 +72,21 @@ def test_who_reads_a_key(seed, monkeypatch):
             assert readers_of(lists, key, head) == seen_by(indices, lists, key, head), (key, head)
 
 
+@pytest.mark.parametrize("total_k", [2**16 - 2, 2**16 - 1, 2**16, 80_000])
+@pytest.mark.parametrize("chunk", [1 << 24, 1000])
+def test_groups_of_more_and_of_fewer_than_16_bits(total_k, chunk, monkeypatch):
+    print(f"seed {total_k}")
+    monkeypatch.setattr(invert, "CHUNK", chunk)
+    gen = torch.Generator().manual_seed(total_k)
+    indices = torch.randint(-total_k // 9, total_k, (90, 1, 50), generator=gen)
+    indices[:, 0, 0], indices[::2, 0, 1] = total_k - 1, 0
+    lists = prepare_indices(indices, total_k, deterministic=True)
+    begins, places = lists.reader_begins.tolist(), lists.readers.tolist()
+    found = [(key, place // 50) for key in range(total_k) for place in places[begins[key] : begins[key + 1]]]
+    wanted = {(key, number) for number, keys in enumerate(indices[:, 0].tolist()) for key in keys if key >= 0}
+    assert found == sorted(wanted)
+
+
 def test_lists_of_a_block_mask():
     gen = torch.Generator().manual_seed(0)
     blocks = torch.rand((2, 5, 6), generator=gen) < 0.5
