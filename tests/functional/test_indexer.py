@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from magi_attention.api import index_attn_func, indexer_kl, indexer_topk, indexer_topk_blocks
 from magi_attention.errors import ContractError, UnsupportedError
 from magi_attention.functional.sparse import indexer
-from magi_attention.kernels.index_attn import with_readers
+from magi_attention.kernels.index_attn import prepare_indices, with_readers
 from magi_attention.kernels.indexer import Blocks, Visible
 from magi_attention.kernels.indexer.custom_ops import kl_bwd, kl_fwd, topk_blocks_op, topk_op
 
@@ -330,7 +330,8 @@ def test_compiled_whole_each_call_is_an_op():
     torch._dynamo.reset()
     assert torch.equal(torch.compile(layer, fullgraph=True, backend=backend)(*tensors, lse)[1], lists)
     names = [str(node.target) for node in graphs[0].graph.nodes if "magi_attention" in str(node.target)]
-    assert names == [f"magi_attention.indexer_{name}.default" for name in ("topk", "kl_fwd", "kl_fwd", "topk_blocks")]
+    wanted = "indexer_topk", "index_prepare", "indexer_kl_fwd", "indexer_kl_fwd", "indexer_topk_blocks"
+    assert names == [f"magi_attention.{name}.default" for name in wanted]
     for dynamic in (False, True):
         torch._dynamo.reset()
         out, chosen = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=dynamic)(*tensors, lse)
@@ -349,7 +350,11 @@ def test_ops_are_registered_soundly(is_sparse):
     by_blocks = of[0], of[1], weights, 2, 3, 1, *visible, 5, 8
     torch.library.opcheck(topk_blocks_op, by_blocks, test_utils=("test_schema", "test_faketensor"))
     lists = torch.randint(-2, 12, (12, 4), generator=gen) if is_sparse else None
-    rest = *tensors[3:], torch.full((12, 2), 2.0), lists, *visible, 0.5, 0.0, 5, 8
+    given = (None,) * 4
+    if lists is not None:
+        prepared = prepare_indices(lists[:, None], 12, deterministic=True)
+        given = prepared.rows[:, 0], prepared.counts[:, 0], prepared.readers, prepared.reader_begins
+    rest = *tensors[3:], torch.full((12, 2), 2.0), *given, *visible, 0.5, 0.0, 5, 8
     torch.library.opcheck(kl_fwd, (*[x.requires_grad_() for x in tensors[:3]], *rest))
     loss, *saved = kl_fwd(*of, *rest)
     torch.library.opcheck(
@@ -377,7 +382,7 @@ def test_what_is_refused():
         (lambda: indexer_topk(*of, 3, cu_seqlens=torch.zeros(2), causal=False), "cu_seqlens is torch.float32"),
         (lambda: indexer_kl(*of, q, k, lse[:, :1], lists), r"lse is \(queries, heads\)"),
         (lambda: indexer_kl(*of, q, k, None, lists), "lse is a NoneType; give meta.lse"),
-        (lambda: indexer_kl(*of, q, k, lse, lists + 8), "name key 8, but there are only 8"),
+        (lambda: indexer_kl(*of, q, k, lse, lists + 8), "index is .*, but k has only 8 rows"),
         (lambda: indexer_kl(*of, q, k, lse, lists.float()), "give an int32 or int64 tensor"),
         (lambda: indexer_kl(*of, q, k, lse, lists, k_start=lists[:, 0]), "leave out positions"),
     ):

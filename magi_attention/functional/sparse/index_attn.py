@@ -4,17 +4,18 @@
 from __future__ import annotations
 
 import torch
+from torch.compiler import is_compiling
 
 from magi_attention.common.forward_meta import AttnForwardMeta
 from magi_attention.common.scalars import as_float, as_int
 from magi_attention.errors import ContractError
 from magi_attention.functional.calls.autocast import cast_operands
 from magi_attention.functional.calls.inputs import check_devices, check_qkv, width_of_values
-from magi_attention.kernels.index_attn import PreparedIndices, prepare_indices
+from magi_attention.kernels.index_attn import PreparedIndices, has_kernel, prepare_indices, with_kept_readers
 from magi_attention.kernels.index_attn.custom_ops import call_index_fwd
 from magi_attention.kernels.index_attn.prepare import check_tensor
 from magi_attention.kernels.reference.correction import check_sink
-from magi_attention.kernels.types import as_scale
+from magi_attention.kernels.types import as_scale, options_of
 
 
 def index_attn_func(
@@ -95,10 +96,15 @@ def attend_lists(
         or (v is not None and v.requires_grad)
         or (sink is not None and sink.requires_grad)
     )
+    scale = q.shape[2] ** -0.5 if softmax_scale is None else as_scale(softmax_scale)
+    softcap, sm_margin = as_float(softcap, "softcap"), as_int(sm_margin, "sm_margin")
+    if deterministic and needs_backward and not is_compiling():
+        options = options_of(scale, softcap, sink_layout, True, sm_margin, bool(return_max_logits))
+        if has_kernel(q, k, v, options, lists, sink, True, head_dim_v):
+            lists = with_kept_readers(lists)
     out, lse, max_logits = call_index_fwd(
-        q, k, v, head_dim_v, *lists, sink, sink_layout,
-        q.shape[2] ** -0.5 if softmax_scale is None else as_scale(softmax_scale), as_float(softcap, "softcap"),
-        bool(deterministic), as_int(sm_margin, "sm_margin"), bool(return_max_logits), needs_backward,
+        q, k, v, head_dim_v, *lists.operands, sink, sink_layout, scale, softcap, bool(deterministic), sm_margin,
+        bool(return_max_logits), needs_backward,
     )  # fmt: skip
     return out, AttnForwardMeta(lse, max_logits if return_max_logits else None)
 

@@ -6,12 +6,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.compiler import is_compiling
 
 from magi_attention.common.scalars import as_float, as_int
 from magi_attention.errors import ContractError
 from magi_attention.functional.calls.inputs import check_devices, check_qkv, refuse_dtensor
-from magi_attention.kernels.index_attn import PreparedIndices
-from magi_attention.kernels.indexer import Blocks, Visible
+from magi_attention.kernels.index_attn import Kept, PreparedIndices, prepare_indices, with_kept_readers
+from magi_attention.kernels.indexer import Blocks, Visible, kl_hopper
 from magi_attention.kernels.indexer.custom_ops import call_kl_fwd, topk_blocks_op, topk_op
 from magi_attention.kernels.reference.operands import FLOAT_DTYPES
 from magi_attention.kernels.types import as_scale
@@ -48,12 +49,13 @@ def indexer_topk_blocks(
     if local > count:
         raise ContractError(f"local_blocks is {local} and k is {count}, which counts these, too; give a k of {local}.")
     rows, counts, k_start, k_end = topk_blocks_op(*tensors, count, size, local, *visible, *blocks)
-    return PreparedIndices(rows, counts, len(k_index), size, k_start, k_end)
+    kept = None if is_compiling() else Kept()
+    return PreparedIndices(rows, counts, len(k_index), size, k_start, k_end, kept=kept)
 
 
 def indexer_kl(
     q_index: torch.Tensor, k_index: torch.Tensor, weights: torch.Tensor, q: torch.Tensor, k: torch.Tensor,
-    lse: torch.Tensor, indices: torch.Tensor | None, visible: Visible, softmax_scale: float | None, softcap: float,
+    lse: torch.Tensor, indices: torch.Tensor | PreparedIndices | None, visible: Visible, softmax_scale: float | None, softcap: float,
     blocks: Blocks = _KL_BLOCKS,
 ) -> torch.Tensor:  # fmt: skip
     """``api.indexer_kl``."""
@@ -67,17 +69,42 @@ def indexer_kl(
             f"{tuple(k_index.shape)}: attention and indexer need the same queries and keys; lse is (queries, heads)."
         )
     check_devices(q, lse=lse, q_index=q_index)
+    softcap, lists = as_float(softcap, "softcap"), (None, None, None, None)
     if indices is None:
         _check_visible(visible, len(q), len(k))
     else:
         refuse_masks(visible)
-        check_lists(indices, len(q))
-        indices = indices.to(q.device)
+        lists = _lists_of(indices, q_index, k_index, q, k, softcap)
     divergence: torch.Tensor = call_kl_fwd(
-        q_index, k_index, weights, q.detach(), k.detach(), lse.detach(), indices, *visible,
-        q.shape[2] ** -0.5 if softmax_scale is None else as_scale(softmax_scale), as_float(softcap, "softcap"), *blocks,
+        q_index, k_index, weights, q.detach(), k.detach(), lse.detach(), *lists, *visible,
+        q.shape[2] ** -0.5 if softmax_scale is None else as_scale(softmax_scale), softcap, *blocks,
     )[0]  # fmt: skip
     return divergence
+
+
+def _lists_of(
+    indices: torch.Tensor | PreparedIndices, q_index: torch.Tensor, k_index: torch.Tensor, q: torch.Tensor,
+    k: torch.Tensor, softcap: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
+    """Lists as the ops of the loss take them: inverted where a backward in order by kernels follows."""
+    if isinstance(indices, PreparedIndices):
+        shape = tuple(indices.counts.shape)
+        if not indices.is_plain or shape != (len(q), 1) or indices.q_block_size > 1 or indices.total_k != len(k):
+            raise ContractError(
+                f"The prepared lists are {shape} for (lists, kv heads), in blocks of {indices.q_block_size} queries and "
+                f"{indices.k_block_size} of {indices.total_k} keys; give prepare_indices(indices[:, None], {len(k)}) of "
+                f"indices ({len(q)} queries, keys), without bounds."
+            )
+        check_devices(q, indices=indices.rows)
+        lists = indices
+    else:
+        check_lists(indices, len(q))
+        lists = prepare_indices(indices[:, None].to(q.device), len(k))
+    rows = lists.rows[:, 0]
+    if not is_compiling() and torch.is_grad_enabled() and k_index.requires_grad and kl_hopper.is_deterministic():
+        if kl_hopper.library_for(q_index, k_index, q, k, rows, softcap) is not None:
+            lists = with_kept_readers(lists)
+    return rows, lists.counts[:, 0], lists.readers, lists.reader_begins
 
 
 def make_visible(

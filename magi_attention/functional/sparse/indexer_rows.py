@@ -37,7 +37,7 @@ def indexer_kl(
     else:
         (rows,), (k_rows,) = fetch_rows(indices, layout, rows), fetch_rows(indices, layout, k_rows)
     return indexer.indexer_kl(
-        q_index, rows[:, 0], weights, q, k_rows.view(-1, *k.shape[1:]), lse, indices.lists.rows[:, 0],
+        q_index, rows[:, 0], weights, q, k_rows.view(-1, *k.shape[1:]), lse, indices.lists,
         Visible(True, None, None, None, None), softmax_scale, softcap,
     )  # fmt: skip
 

@@ -7,9 +7,9 @@ lists and ``invert`` says who reads a key.
 """
 
 from magi_attention.kernels.index_attn.choice import backends, choose, has_kernel
-from magi_attention.kernels.index_attn.invert import with_readers
+from magi_attention.kernels.index_attn.invert import Kept, with_kept_readers, with_readers
 from magi_attention.kernels.index_attn.prepare import lists_of_blocks, prepare_indices
 from magi_attention.kernels.index_attn.types import IndexBackend, IndexProblem, PreparedIndices
 
-__all__ = ["IndexBackend", "IndexProblem", "PreparedIndices", "backends", "choose", "has_kernel"]
-__all__ += ["lists_of_blocks", "prepare_indices", "with_readers"]
+__all__ = ["IndexBackend", "IndexProblem", "Kept", "PreparedIndices", "backends", "choose", "has_kernel"]
+__all__ += ["lists_of_blocks", "prepare_indices", "with_kept_readers", "with_readers"]

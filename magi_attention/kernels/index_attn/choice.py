@@ -73,11 +73,11 @@ def backends() -> tuple[IndexBackend, ...]:
 
 
 def has_kernel(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: AttnOptions, lists: PreparedIndices,
-    sink: torch.Tensor | None, needs_backward: bool,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None, options: AttnOptions, lists: PreparedIndices,
+    sink: torch.Tensor | None, needs_backward: bool, head_dim_v: int | None = None,
 ) -> bool:  # fmt: skip
     """Does ``choose`` give a kernel for the call, rather than the reference or an error?"""
-    problem = IndexProblem.of_lists(q, k, v, options, lists, sink, needs_backward)
+    problem = IndexProblem.of_lists(q, k, v, options, lists, sink, needs_backward, head_dim_v)
     try:
         return choose(problem).name != IndexReference().name
     except NoBackendError:

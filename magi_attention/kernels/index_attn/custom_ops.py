@@ -21,12 +21,12 @@ from magi_attention.kernels.reference.operands import delta_with_dlse, row_delta
 from magi_attention.kernels.types import accumulation_dtype, options_of
 
 _KV = "Tensor k, Tensor? v, SymInt head_dim_v"
-_LISTS = (  # the fields of ``PreparedIndices``
+_LISTS = (  # ``operands`` of ``PreparedIndices``
     "Tensor rows, Tensor counts, SymInt total_k, SymInt k_block_size, Tensor? k_start, Tensor? k_end, "
     "SymInt q_block_size, Tensor? readers, Tensor? reader_begins"
 )
 _OPTIONS = "Tensor? sink, str sink_layout, float softmax_scale, float softcap, bool deterministic, int sm_margin"
-_NUM_LISTS = len(PreparedIndices._fields)
+_NUM_LISTS = len(PreparedIndices._fields) - 1
 Maybe = torch.Tensor | None
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import torch
+from torch.compiler import is_compiling
 
 from magi_attention.errors import UnsupportedError
 from magi_attention.kernels.index_attn.types import PreparedIndices
@@ -23,6 +24,55 @@ def with_readers(lists: PreparedIndices) -> PreparedIndices:
     check_readers(lists)
     readers, begins = readers_op(lists.rows, key_counts(lists), lists.total_k, lists.k_block_size, lists.k_start)
     return lists._replace(readers=readers, reader_begins=begins)
+
+
+class Kept:
+    """The inverted lists of prepared ones, made at the first call that a deterministic backward follows, and held as
+    long as these. ``made``: how often. Lists that were edited in place are inverted anew.
+
+    Under CUDA graph capture each call inverts for itself: what a capture allocates is filled by replays alone, and a
+    replay has to read the lists as they then are.
+    """
+
+    def __init__(self) -> None:
+        self.made = 0
+        self._stamp: tuple[object, ...] | None = None
+        self._held: tuple[torch.Tensor, ...] = ()  # by the stamp, so that their addresses stay theirs
+        self._readers: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._stream: torch.cuda.Stream | None = None
+        self._is_made: torch.cuda.Event | None = None
+
+    def of(self, lists: PreparedIndices) -> PreparedIndices:
+        """``with_readers``, by what is kept of these lists."""
+        held = tuple(x for x in (lists.rows, lists.counts, lists.k_start, lists.k_end) if x is not None)
+        if lists.readers is not None or not all(_can_be_kept(x) for x in held):
+            return with_readers(lists)
+        stream = torch.cuda.current_stream(lists.rows.device) if lists.rows.is_cuda else None
+        names = lists.k_start is None, lists.k_end is None, lists.total_k, lists.k_block_size
+        stamp = (*names, *((x.data_ptr(), x.shape, x._version) for x in held))
+        if self._readers is None or stamp != self._stamp:
+            inverted = with_readers(lists)
+            assert inverted.readers is not None and inverted.reader_begins is not None
+            self.made += 1
+            self._readers, self._stamp, self._held = (inverted.readers, inverted.reader_begins), stamp, held
+            self._stream, self._is_made = stream, None if stream is None else stream.record_event()
+        elif stream is not None and stream != self._stream:
+            assert self._is_made is not None
+            stream.wait_event(self._is_made)
+            for x in self._readers:
+                x.record_stream(stream)
+        return lists._replace(readers=self._readers[0], reader_begins=self._readers[1])
+
+
+def _can_be_kept(x: torch.Tensor) -> bool:
+    """Is it a tensor with values that counts its edits, and are these no part of a graph?"""
+    is_captured = x.is_cuda and torch.cuda.is_current_stream_capturing()
+    return type(x) is torch.Tensor and not (x.is_meta or x.is_inference() or is_captured)
+
+
+def with_kept_readers(lists: PreparedIndices) -> PreparedIndices:
+    """``with_readers`` ahead of a call, where the lists can keep them. Others are inverted by each backward."""
+    return lists if lists.kept is None or is_compiling() else lists.kept.of(lists)
 
 
 def check_readers(lists: PreparedIndices) -> None:
@@ -129,4 +179,4 @@ def _(
     return rows.new_empty(rows.numel()), rows.new_empty(num_firsts * rows.shape[1] + 1)
 
 
-__all__ = ["check_readers", "key_counts", "readers_op", "with_readers"]
+__all__ = ["Kept", "check_readers", "key_counts", "readers_op", "with_kept_readers", "with_readers"]

@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 import torch
+from torch.compiler import is_compiling
 
 from magi_attention.env import general
 from magi_attention.errors import ContractError
 from magi_attention.kernels.index_attn import prepare_ffa
-from magi_attention.kernels.index_attn.invert import CHUNK, with_readers
+from magi_attention.kernels.index_attn.invert import CHUNK, Kept, with_readers
 from magi_attention.kernels.index_attn.types import PreparedIndices
 
 _INTEGERS = (torch.int32, torch.int64)
@@ -29,8 +30,10 @@ def prepare_indices(
         k_start: integer (L,): rows are counted from here, 0 or more, as from the first key of the query's document.
         k_end: integer (L,): only rows before this one are seen, as for causal attention.
         q_block_size: queries that follow one another and share a list. There are L lists, one for each so many.
-        deterministic: for calls with ``deterministic=True``: also inverts the lists, once. It takes as much memory as
-            the lists. Without it each deterministic backward on a GPU does so, which sorts all entries.
+        deterministic: for calls with ``deterministic=True``: also inverts the lists, by a sort of all entries, which
+            then take 4 bytes more each. Without it the first call on a GPU that a deterministic backward follows does
+            so, and what is returned keeps them for all later calls, as long as nobody edits the lists. Give it for
+            ``torch.compile`` and CUDA graphs, in which each backward inverts anew.
 
     Raises:
         ContractError: shapes or dtypes that do not fit together, and an entry that begins after the last key. On a GPU
@@ -45,7 +48,8 @@ def prepare_indices(
         )
     k_start, k_end = _bound("k_start", k_start, indices), _bound("k_end", k_end, indices)
     rows, counts = prepare_op(indices, total_k, k_block_size, k_start)
-    lists = PreparedIndices(rows, counts, total_k, k_block_size, k_start, k_end, q_block_size)
+    kept = None if is_compiling() else Kept()
+    lists = PreparedIndices(rows, counts, total_k, k_block_size, k_start, k_end, q_block_size, kept=kept)
     return with_readers(lists) if deterministic else lists
 
 

@@ -10,11 +10,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
 from magi_attention.kernels.types import AttnOptions, Problem
+
+
+class KeptReaders(Protocol):
+    """What keeps the inverted lists of prepared ones: ``invert.Kept``."""
+
+    def of(self, lists: PreparedIndices) -> PreparedIndices: ...
 
 
 class PreparedIndices(NamedTuple):
@@ -30,6 +36,7 @@ class PreparedIndices(NamedTuple):
     deterministic backward needs. A block begins at one of S keys: at every ``k_block_size``-th, or with ``k_start`` at
     any. ``readers[reader_begins[i] : reader_begins[i + 1]]`` are the places in ``rows``, flattened and ascending, that
     name the block from the key ``i // Hk`` of these on, in kv head ``i % Hk``. Places that name no key come last.
+    ``kept`` makes both where they are None, once for all calls, and holds them.
     """
 
     rows: torch.Tensor
@@ -41,6 +48,12 @@ class PreparedIndices(NamedTuple):
     q_block_size: int = 1
     readers: torch.Tensor | None = None
     reader_begins: torch.Tensor | None = None
+    kept: KeptReaders | None = None
+
+    @property
+    def operands(self) -> tuple[Any, ...]:
+        """What ops take: all fields but ``kept``."""
+        return self[:-1]
 
     def num_lists(self, total_q: int) -> int:
         """Lists that so many queries have."""

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from magi_attention.errors import ContractError
 from magi_attention.kernels.eager import eager_call, opaque_op
+from magi_attention.kernels.index_attn import PreparedIndices
 from magi_attention.kernels.indexer import hopper, kl_hopper
 from magi_attention.kernels.indexer.kl import Problem, kl_backward, kl_forward
 from magi_attention.kernels.indexer.topk import best_blocks, best_keys
@@ -23,9 +23,10 @@ from magi_attention.native.index.calls import load_index
 
 _INDEXER = "Tensor q_index, Tensor k_index, Tensor weights"
 _VISIBLE = "bool causal, Tensor? positions, Tensor? cu_seqlens, Tensor? k_start, Tensor? k_end"
-_ATTENTION = f"Tensor q, Tensor k, Tensor lse, Tensor? lists, {_VISIBLE}, float softmax_scale, float softcap"
+_LISTS = "Tensor? lists, Tensor? counts, Tensor? readers, Tensor? reader_begins"  # of ``PreparedIndices``, one kv head
+_ATTENTION = f"Tensor q, Tensor k, Tensor lse, {_LISTS}, {_VISIBLE}, float softmax_scale, float softcap"
 _BLOCKS = "int block_rows, int block_keys"
-_NUM_CONSTANTS = 13  # arguments of the forward behind the indexer's three
+_NUM_CONSTANTS = 16  # arguments of the forward behind the indexer's three
 Maybe = torch.Tensor | None
 
 
@@ -101,20 +102,13 @@ def _problem(
     bounds = None
     if lists is None:
         bounds = Visible(causal, positions, cu_seqlens, k_start, k_end).bounds(len(q), len(k), q.device)
-    else:
-        lists = _once_each(lists, len(k))
     blocks = Blocks(block_rows, block_keys)
     return Problem(q_index, k_index, weights, q, k, lse, bounds, lists, softmax_scale, softcap, blocks)
 
 
-def _once_each(lists: torch.Tensor, keys: int) -> torch.Tensor:
-    """The lists, sorted, with -1 for keys that are there twice."""
-    if not lists.is_cuda and lists.numel() and int(lists.max()) >= keys:
-        raise ContractError(f"indices name key {int(lists.max())}, but there are only {keys}; give rows of k_index.")
-    ordered = lists.sort(1).values
-    is_repeat = torch.zeros_like(ordered, dtype=torch.bool)
-    is_repeat[:, 1:] = ordered[:, 1:] == ordered[:, :-1]
-    return ordered.masked_fill(is_repeat | (ordered >= keys), -1)
+def _prepared(lists: torch.Tensor, counts: Maybe, readers: Maybe, begins: Maybe, total_k: int) -> PreparedIndices:
+    assert counts is not None
+    return PreparedIndices(lists[:, None], counts[:, None], total_k, readers=readers, reader_begins=begins)
 
 
 @opaque_op(
@@ -123,8 +117,9 @@ def _once_each(lists: torch.Tensor, keys: int) -> torch.Tensor:
 )  # fmt: skip
 def kl_fwd(
     q_index: torch.Tensor, k_index: torch.Tensor, weights: torch.Tensor, q: torch.Tensor, k: torch.Tensor,
-    lse: torch.Tensor, lists: Maybe, causal: bool, positions: Maybe, cu_seqlens: Maybe, k_start: Maybe, k_end: Maybe,
-    softmax_scale: float, softcap: float, block_rows: int, block_keys: int,
+    lse: torch.Tensor, lists: Maybe, counts: Maybe, readers: Maybe, reader_begins: Maybe, causal: bool,
+    positions: Maybe, cu_seqlens: Maybe, k_start: Maybe, k_end: Maybe, softmax_scale: float, softcap: float,
+    block_rows: int, block_keys: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """The divergence of each query, the logsumexp of its scores and the sum of its targets, (T,) each; and the targets
     (T, N) that kernels leave for their backward, or nothing (0,)."""
@@ -132,7 +127,8 @@ def kl_fwd(
     if library is not None and lists is not None:
         with torch.cuda.device(q.device), torch.autocast(q.device.type, enabled=False):
             stream = torch.cuda.current_stream().cuda_stream
-            return kl_hopper.forward(library, q_index, k_index, weights, q, k, lse, lists, softmax_scale, stream)
+            prepared = _prepared(lists, counts, None, None, len(k))
+            return kl_hopper.forward(library, q_index, k_index, weights, q, k, lse, prepared, softmax_scale, stream)
     problem = _problem(
         q_index, k_index, weights, q, k, lse, lists, causal, positions, cu_seqlens, k_start, k_end, softmax_scale,
         softcap, block_rows, block_keys,
@@ -145,8 +141,8 @@ def kl_fwd(
 @kl_fwd.register_fake
 def _(
     q_index: torch.Tensor, k_index: torch.Tensor, weights: torch.Tensor, q: torch.Tensor, k: torch.Tensor,
-    lse: torch.Tensor, lists: Maybe, causal: bool, positions: Maybe, cu_seqlens: Maybe, k_start: Maybe, k_end: Maybe,
-    softmax_scale: float, softcap: float, *_: Any,
+    lse: torch.Tensor, lists: Maybe, counts: Maybe, readers: Maybe, reader_begins: Maybe, causal: bool,
+    positions: Maybe, cu_seqlens: Maybe, k_start: Maybe, k_end: Maybe, softmax_scale: float, softcap: float, *_: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     acc = accumulation_dtype(q_index.dtype)
     by_kernels = kl_hopper.library_for(q_index, k_index, q, k, lists, softcap) is not None
@@ -165,8 +161,8 @@ def _(
 def kl_bwd(
     grad: torch.Tensor, lse_index: torch.Tensor, mass: torch.Tensor, targets: torch.Tensor, q_index: torch.Tensor,
     k_index: torch.Tensor, weights: torch.Tensor, q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor, lists: Maybe,
-    causal: bool, positions: Maybe, cu_seqlens: Maybe, k_start: Maybe, k_end: Maybe, softmax_scale: float,
-    softcap: float, block_rows: int, block_keys: int,
+    counts: Maybe, readers: Maybe, reader_begins: Maybe, causal: bool, positions: Maybe, cu_seqlens: Maybe,
+    k_start: Maybe, k_end: Maybe, softmax_scale: float, softcap: float, block_rows: int, block_keys: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Gradients of q_index, k_index and weights in their dtypes. ``lse_index``, ``mass`` and ``targets`` are the
     forward's; where there are targets, kernels left them, and kernels go on."""
@@ -174,7 +170,8 @@ def kl_bwd(
         library, in_order = load_index(), kl_hopper.is_deterministic()
         with torch.cuda.device(q.device), torch.autocast(q.device.type, enabled=False):
             stream = torch.cuda.current_stream().cuda_stream
-            saved = grad, lse_index, mass, targets, q_index, k_index, weights, lists
+            prepared = _prepared(lists, counts, readers, reader_begins, len(k))
+            saved = grad, lse_index, mass, targets, q_index, k_index, weights, prepared
             return kl_hopper.backward(library, *saved, in_order, stream)
     problem = _problem(
         q_index, k_index, weights, q, k, lse, lists, causal, positions, cu_seqlens, k_start, k_end, softmax_scale,

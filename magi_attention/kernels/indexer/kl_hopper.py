@@ -11,7 +11,7 @@ import torch
 
 from magi_attention.env import general
 from magi_attention.kernels.ffa.operands import DTYPES, dense, strides_of
-from magi_attention.kernels.index_attn import PreparedIndices, prepare_indices, with_readers
+from magi_attention.kernels.index_attn import PreparedIndices, with_readers
 from magi_attention.kernels.index_attn.prepare_ffa import library_of
 from magi_attention.native.index.abi import SUM_TAIL
 from magi_attention.native.index.calls import IndexLibrary
@@ -52,16 +52,16 @@ def is_deterministic() -> bool:
 
 def forward(
     library: IndexLibrary, q_index: torch.Tensor, k_index: torch.Tensor, weights: torch.Tensor, q: torch.Tensor,
-    k: torch.Tensor, lse: torch.Tensor, lists: torch.Tensor, scale: float, stream: int,
+    k: torch.Tensor, lse: torch.Tensor, lists: PreparedIndices, scale: float, stream: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """As ``kl.kl_forward``, and the targets (T, N) before they are divided by their sum, by the entries of
-    ``prepare_indices``."""
+    the lists."""
     queries, device = len(q), q.device
     operands = _Operands(q_index, k_index, weights, lists)
     q, heads_kv = dense(q), k.shape[1]
     k, lse = dense(k.flatten(1)[:, None]), lse.float().contiguous()  # kv heads side by side
     divergence, lse_index, mass = (_empty(queries, dtype=torch.float32, device=device) for _ in range(3))
-    targets = _empty(lists.shape, dtype=torch.float32, device=device)
+    targets = _empty((queries, lists.rows.shape[2]), dtype=torch.float32, device=device)
     q_strides, k_strides = strides_of(q), strides_of(k)
     library.indexer_kl_fwd(
         **operands.fields(), heads_q=q.shape[1], heads_kv=heads_kv, head_dim=q.shape[2], softmax_scale=scale,
@@ -74,7 +74,7 @@ def forward(
 
 def backward(
     library: IndexLibrary, grad: torch.Tensor, lse_index: torch.Tensor, mass: torch.Tensor, targets: torch.Tensor,
-    q_index: torch.Tensor, k_index: torch.Tensor, weights: torch.Tensor, lists: torch.Tensor, in_order: bool,
+    q_index: torch.Tensor, k_index: torch.Tensor, weights: torch.Tensor, lists: PreparedIndices, in_order: bool,
     stream: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """As ``kl.kl_backward``, from what ``forward`` returned. What queries add to dk_index is added in any order, or
@@ -106,9 +106,9 @@ def _add_in_order(
     width = dk.shape[1]
     step = max(SHARES_BYTES // (4 * entries * width), 1)
     shares = _empty((min(step, queries) * entries, width), dtype=torch.float32, device=dk.device)
-    # Queries without targets leave no shares.
+    # Queries without targets leave no shares. The inverted lists have them all the same, as attention's backward does.
     counts = operands.prepared.counts.masked_fill(~(mass > 0)[:, None], 0)
-    inverted = with_readers(operands.prepared._replace(counts=counts))
+    inverted = with_readers(operands.prepared)
     assert inverted.readers is not None and inverted.reader_begins is not None
     addresses = (inverted.readers, inverted.reader_begins, counts, shares, dk)
     tail = SUM_TAIL.pack(*(x.data_ptr() for x in addresses), stream)
@@ -128,11 +128,11 @@ class _Operands:
     prepared: PreparedIndices
 
     def __init__(
-        self, q_index: torch.Tensor, k_index: torch.Tensor, weights: torch.Tensor, lists: torch.Tensor
+        self, q_index: torch.Tensor, k_index: torch.Tensor, weights: torch.Tensor, lists: PreparedIndices
     ) -> None:
         self.q_index, self.k_index = dense(q_index), dense(k_index[:, None])
         self.weights = weights.float().contiguous()
-        self.prepared = prepare_indices(lists[:, None], len(k_index))
+        self.prepared = lists
 
     def fields(self) -> dict[str, int]:
         q, k, lists = self.q_index, self.k_index, self.prepared

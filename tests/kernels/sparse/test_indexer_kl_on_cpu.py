@@ -12,6 +12,7 @@ import torch
 from hopper_library import aligned, memory_like
 from index_on_cpu import IndexLibraryOnCpu
 
+from magi_attention.kernels.index_attn import prepare_indices
 from magi_attention.kernels.indexer import kl_hopper
 from magi_attention.native.index.abi import FUNCTIONS
 from magi_attention.testing.indexer_kl import KlProblem, random_kl
@@ -50,10 +51,9 @@ def memory_that_is_not_clean(monkeypatch) -> None:
 def run(library, of: KlProblem, in_order: bool = False) -> tuple[torch.Tensor, ...]:
     """Divergences and gradients."""
     indexer = [aligned(x) for x in (of.q_index, of.k_index, of.weights)]
-    *saved, targets = kl_hopper.forward(
-        library, *indexer, aligned(of.q), aligned(of.k), of.lse, of.lists, of.scale, 0
-    )  # fmt: skip
-    grads = kl_hopper.backward(library, of.grad, *saved[1:], targets, *indexer, of.lists, in_order, 0)
+    lists = prepare_indices(of.lists[:, None], len(of.k), deterministic=in_order)  # as attention's backward has them
+    *saved, targets = kl_hopper.forward(library, *indexer, aligned(of.q), aligned(of.k), of.lse, lists, of.scale, 0)
+    grads = kl_hopper.backward(library, of.grad, *saved[1:], targets, *indexer, lists, in_order, 0)
     return saved[0], *grads
 
 

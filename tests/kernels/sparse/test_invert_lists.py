@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 
 from magi_attention.errors import UnsupportedError
-from magi_attention.kernels.index_attn import invert
+from magi_attention.kernels.index_attn import invert, with_kept_readers
 from magi_attention.kernels.index_attn.invert import check_readers, key_counts, with_readers
 from magi_attention.kernels.index_attn.prepare import lists_of_blocks, prepare_indices
 from magi_attention.kernels.index_attn.types import PreparedIndices
@@ -97,6 +100,38 @@ def test_lists_of_a_block_mask():
             assert [number for _, number in readers_of(lists, key, head)] == want
 
 
+@pytest.mark.parametrize("edited", ["rows", "counts", "k_start", "k_end"])
+def test_lists_are_inverted_once_until_they_are_edited(edited):
+    bounds = {"k_start": torch.tensor([0, 3, 1]), "k_end": torch.tensor([9, 12, 12])}
+    lists = prepare_indices(torch.tensor([[[0, 1, 2]], [[2, 0, -1]], [[1, -1, -1]]]), 12, k_block_size=3, **bounds)
+    first = with_kept_readers(lists)
+    assert with_kept_readers(lists).readers is first.readers is with_kept_readers(first).readers
+    assert lists.kept.made == 1 and lists.readers is None
+    change = {"rows": [1, 2, -1], "counts": 1, "k_start": 0, "k_end": 5}[edited]
+    getattr(lists, edited)[1] = torch.tensor(change, dtype=getattr(lists, edited).dtype)
+    again, want = with_kept_readers(lists), with_readers(lists)
+    assert lists.kept.made == 2
+    assert all(torch.equal(getattr(again, name), getattr(want, name)) for name in ("readers", "reader_begins"))
+    other = lists._replace(rows=lists.rows.clone())
+    with_kept_readers(other)
+    assert lists.kept.made == 3, "other tensors are other lists"
+
+
+def test_what_is_kept_goes_with_the_lists():
+    lists = prepare_indices(torch.tensor([[[0, 1]], [[1, -1]]]), 4)
+    readers = weakref.ref(with_kept_readers(lists).readers)
+    gc.collect()
+    assert readers() is not None
+    del lists
+    assert readers() is None, "without the garbage collector"
+
+
+def test_lists_that_count_no_edits_are_not_kept():
+    with torch.inference_mode():
+        lists = prepare_indices(torch.tensor([[[0, 1]]]), 4)
+    assert with_kept_readers(lists).readers.tolist() == [0, 1] and lists.kept.made == 0
+
+
 def test_too_many_entries_get_a_sentence():
     rows = torch.empty((2**20, 1, 2**11), dtype=torch.int32, device="meta")
     lists = PreparedIndices(rows, rows[..., 0], 9)
@@ -114,7 +149,7 @@ def test_compiled_it_is_one_more_op():
         return graph.forward
 
     def prepare(x):
-        return prepare_indices(x, 20, k_block_size=1, deterministic=True)[-2:]
+        return prepare_indices(x, 20, k_block_size=1, deterministic=True)[7:9]
 
     got = torch.compile(prepare, fullgraph=True, backend=backend)(indices)
     assert all(torch.equal(*pair) for pair in zip(got, prepare(indices)))

@@ -30,8 +30,7 @@ __device__ __forceinline__ int64_t share_of(const magi_ffa_index_sum_params& p, 
                                             int offset) {
   const int number = reader / p.max_entries;
   const int64_t slot = static_cast<int64_t>(reader - number * p.max_entries) * p.k_block + offset;
-  // With blocks of one key the caller has left out what is not seen.
-  if (p.k_block > 1 && slot >= __ldg(p.key_counts + number)) return -1;
+  if (slot >= __ldg(p.key_counts + number)) return -1;
   const int64_t tile = static_cast<int64_t>(number - p.list_begin * p.heads_kv) * p.num_tiles;
   return tile * p.max_entries * p.k_block + slot;
 }
