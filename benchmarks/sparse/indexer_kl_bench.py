@@ -4,7 +4,8 @@
     python benchmarks/sparse/sparse_bench.py indexer_kl [--seqlens 8K,32K] [--heads 64] [--keys 2048] [--out NAME]
 
 Attention is MLA's: one kv head of 576 columns, 512 of them values. Each query has random keys of all. ``forward`` and
-``backward`` are those of ``indexer_kl``. ``backward in order`` runs under ``torch.use_deterministic_algorithms``.
+``backward`` are those of ``indexer_kl``. ``backward in order`` runs under ``torch.use_deterministic_algorithms``, by inverted lists that
+the prepared ones keep; ``inverting`` is what the first call takes before.
 ``attention`` is the backward of ``index_attn_func``, and "share" a time over that one. TFLOP/s count products: in the
 forward those of queries and keys of both kinds, in the backward dots, queries' and keys' gradients. Before anything is
 timed, divergences and gradients of a sample of queries are compared with those in float64.
@@ -18,6 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 sys.path[:0] = [str(Path(__file__).resolve().parent), *(str(p) for p in Path(__file__).resolve().parents[1:3])]
 
@@ -31,10 +33,12 @@ from result_file import plain_settings, write_results  # noqa: E402
 from magi_attention.api import index_attn_func, indexer_kl, prepare_indices  # noqa: E402
 from magi_attention.benchmarking.timing import LONG_LEAD_CYCLES, interleaved_us, summary  # noqa: E402
 from magi_attention.cli.common import show_table  # noqa: E402
+from magi_attention.kernels.index_attn import with_readers  # noqa: E402
 from magi_attention.testing.indexer_kl import KlProblem, assert_near  # noqa: E402
 
 SAMPLE = 16  # queries that are compared
 Call = Callable[[], object]
+T = TypeVar("T")
 
 
 @dataclass
@@ -90,7 +94,7 @@ def check(of: KlProblem, divergence: torch.Tensor, grads: Sequence[torch.Tensor]
     assert_near("dweights", grads[2][rows], dweights, 1e-2)
 
 
-def in_order(call: Call) -> object:
+def in_order(call: Callable[[], T]) -> T:
     torch.use_deterministic_algorithms(True)
     try:
         return call()
@@ -101,18 +105,21 @@ def in_order(call: Call) -> object:
 def calls_of(of: KlProblem, dim_v: int) -> dict[str, Call]:
     """What is timed, by name; checks results first."""
     leaves = [x.requires_grad_() for x in (of.q_index, of.k_index, of.weights)]
-    forward = partial(indexer_kl, *leaves, of.q, of.k, of.lse, of.lists)
+    lists = prepare_indices(of.lists[:, None], len(of.k))
+    forward = partial(indexer_kl, *leaves, of.q, of.k, of.lse, lists)
     divergence = forward()
     backward = partial(torch.autograd.grad, divergence, leaves, of.grad, retain_graph=True)
     check(of, divergence.detach(), backward())
-    lists = prepare_indices(of.lists[:, None], len(of.k))
+    ordered = in_order(forward)  # its lists are inverted
+    backward_in_order = partial(torch.autograd.grad, ordered, leaves, of.grad, retain_graph=True)
+    check(of, ordered.detach(), in_order(backward_in_order))
     attended = [x.detach().requires_grad_() for x in (of.q, of.k)]
     out = index_attn_func(*attended, None, lists, head_dim_v=dim_v)[0]
     dout = torch.randn_like(out)
     attention = partial(torch.autograd.grad, out, attended, dout, retain_graph=True)
     return {
-        "forward": forward, "backward": backward, "backward in order": partial(in_order, backward),
-        "attention": attention,
+        "forward": forward, "backward": backward, "backward in order": partial(in_order, backward_in_order),
+        "inverting": partial(in_order, partial(with_readers, lists)), "attention": attention,
     }  # fmt: skip
 
 
@@ -121,7 +128,7 @@ def operations(options: argparse.Namespace, seqlen: int) -> dict[str, int]:
     of_dots = options.index_heads * options.index_dim
     backward = 3 * of_dots * pairs
     return {
-        "forward": (options.heads * dim + of_dots) * pairs, "backward": backward, "backward in order": backward,
+        "forward": (options.heads * dim + of_dots) * pairs, "backward": backward, "backward in order": backward, "inverting": 0,
         "attention": options.heads * (3 * dim + 2 * dim_v) * pairs,
     }  # fmt: skip
 

@@ -100,7 +100,7 @@ def indexer_kl(
     q: torch.Tensor,
     k: torch.Tensor,
     lse: torch.Tensor,
-    indices: torch.Tensor | IndexExchange | None = None,
+    indices: torch.Tensor | PreparedIndices | IndexExchange | None = None,
     plan: Plan | None = None,
     group: Any = None,
     *,
@@ -117,8 +117,9 @@ def indexer_kl(
     As in the report of DeepSeek-V3.2 (arXiv 2512.02556): the target is the sum of attention's
     probabilities over heads, divided by its sum over keys, and the divergence is
     ``sum_s target_s * (log target_s - log_softmax(scores)_s)``. With ``indices`` int32 or int64 ``(T, N)``, made by
-    ``indexer_topk`` and shared by all heads, both are over these keys (sparse training). Without, over all keys that
-    the masks of ``indexer_topk`` let a query see (dense warm-up); give those of attention.
+    ``indexer_topk`` and shared by all heads, both are over these keys (sparse training); or give what
+    ``prepare_indices(indices[:, None], S)`` made for attention, so that nothing is sorted again. Without, over all keys
+    that the masks of ``indexer_topk`` let a query see (dense warm-up); give those of attention.
 
     q_index, k_index and weights as there. q ``(T, Hq, Dq)``, k ``(S, Hk, Dq)`` (MLA: one kv head) and lse ``(T, Hq)``
     are those of attention, with its ``softmax_scale`` (by default ``Dq ** -0.5``) and ``softcap``; they are constants
@@ -132,14 +133,15 @@ def indexer_kl(
 
     Returns ``(T,)`` in float32 (float64 for float64 inputs), 0 where lse is -inf, as of pad rows, or no key is visible;
     the report's loss is its sum. Gradients of q_index, k_index and weights are computed block by block, and neither
-    pass holds T x S or T x N x D numbers. Under ``torch.compile(fullgraph=True)`` it is one custom op; with ``plan`` it
-    breaks the graph.
+    pass holds T x S or T x N x D numbers. Under ``torch.compile(fullgraph=True)`` it is one custom op, and one more
+    that prepares lists; with ``plan`` it breaks the graph.
 
     On Hopper GPUs kernels take 16-bit inputs of one dtype with ``indices`` and no softcap, of up to 64 index heads of
     128 columns, and attention of up to 128 heads on one kv head of 576 columns, or on several. The forward then leaves
-    ``4 * T * N`` bytes for the backward. What queries add to the gradient of k_index is added in any order there, and
+    ``4 * T * N`` bytes for the backward, and as many of lists that it had to prepare. What queries add to the gradient of k_index is added in any order there, and
     in a fixed one under ``torch.use_deterministic_algorithms(True)`` or ``MAGI_ATTENTION_DETERMINISTIC_MODE=1``, which
-    takes as much memory as the lists and 1.2 GB. All else has the same bits on every run. Plain PyTorch computes all
+    takes up to 1.2 GB and the inverted lists, ``4 * (T * N + S)`` bytes: prepared lists or the exchange keep them for
+    attention and for later calls, else they are made by each call and live until its backward. All else has the same bits on every run. Plain PyTorch computes all
     other problems, on any device.
 
     ``ContractError`` for tensors that do not fit together, for lists and masks in one call, and for entries beyond the

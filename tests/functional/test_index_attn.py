@@ -183,7 +183,7 @@ def test_ops_are_registered_soundly(has_v):
     (q, k, v), indices = draw(SIZES[0], 1)
     lists = prepare_indices(indices, 9, deterministic=has_v)
     v, width = (v, 8) if has_v else (None, 5)
-    mask = width, *lists
+    mask = width, *lists.operands
     sink = torch.randn(2, 4, dtype=torch.float64, requires_grad=True)
     for extra, top in ((None, False), (sink, True)):
         torch.library.opcheck(index_fwd, (q, k, v, *mask, extra, "sh", 0.3, 0.0, False, 0, top, True))

@@ -12,7 +12,7 @@ import torch
 from block_problems import BF16, DEVICE, FP16, NEEDS_HOPPER
 from graph_capture import capture
 
-from magi_attention.api import indexer_kl
+from magi_attention.api import index_attn_func, indexer_kl, prepare_indices
 from magi_attention.functional.sparse import indexer
 from magi_attention.kernels.indexer import kl_hopper
 from magi_attention.kernels.indexer.custom_ops import kl_bwd, kl_fwd
@@ -152,6 +152,36 @@ def test_in_a_graph():
     of.weights *= 2
     graph.replay()
     assert torch.equal(written, loss_of(of, *leaves)) and not torch.equal(written, before)
+
+
+def test_attention_and_loss_keep_one_inversion(calls):
+    """Over repeats, the same bits, and those of lists that are inverted by each backward."""
+    of = draw(CASES[0])
+    q, k, q_index, k_index, weights = (
+        x.detach().nan_to_num().requires_grad_() for x in (of.q, of.k, of.q_index, of.k_index, of.weights)
+    )
+    lists = prepare_indices(of.lists[:, None], len(k))
+
+    def step(indices) -> tuple[torch.Tensor, ...]:
+        out = index_attn_func(q, k, None, lists, head_dim_v=512, softmax_scale=of.scale, deterministic=True)[0]
+        loss = indexer_kl(q_index, k_index, weights, of.q, of.k, of.lse, indices, softmax_scale=of.scale)
+        return torch.autograd.grad((out.float().sum(), (loss * of.grad).sum()), (q, k, q_index, k_index, weights))
+
+    with deterministic():
+        found = [step(lists) for _ in range(3)]
+        assert lists.kept.made == 1
+        raw = step(of.lists)
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            found.append(step(lists))
+        torch.cuda.current_stream().wait_stream(side)
+        assert lists.kept.made == 1
+        lists.rows[3, 0, 0] = lists.rows[3, 0, 0]
+        found.append(step(lists))
+        assert lists.kept.made == 2
+    assert all(all(equal(raw, other)) for other in found)
+    assert calls == ["forward", "backward"] * 6
 
 
 @pytest.mark.parametrize("in_order", [False, True])
