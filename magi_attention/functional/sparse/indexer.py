@@ -55,8 +55,8 @@ def indexer_topk_blocks(
 
 def indexer_kl(
     q_index: torch.Tensor, k_index: torch.Tensor, weights: torch.Tensor, q: torch.Tensor, k: torch.Tensor,
-    lse: torch.Tensor, indices: torch.Tensor | PreparedIndices | None, visible: Visible, softmax_scale: float | None, softcap: float,
-    blocks: Blocks = _KL_BLOCKS,
+    lse: torch.Tensor, indices: torch.Tensor | PreparedIndices | None, visible: Visible, softmax_scale: float | None,
+    softcap: float, blocks: Blocks = _KL_BLOCKS,
 ) -> torch.Tensor:  # fmt: skip
     """``api.indexer_kl``."""
     _check_indexer(q_index, k_index, weights)
@@ -69,7 +69,8 @@ def indexer_kl(
             f"{tuple(k_index.shape)}: attention and indexer need the same queries and keys; lse is (queries, heads)."
         )
     check_devices(q, lse=lse, q_index=q_index)
-    softcap, lists = as_float(softcap, "softcap"), (None, None, None, None)
+    softcap = as_float(softcap, "softcap")
+    lists: tuple[torch.Tensor | None, ...] = (None,) * 4
     if indices is None:
         _check_visible(visible, len(q), len(k))
     else:
@@ -91,9 +92,9 @@ def _lists_of(
         shape = tuple(indices.counts.shape)
         if not indices.is_plain or shape != (len(q), 1) or indices.q_block_size > 1 or indices.total_k != len(k):
             raise ContractError(
-                f"The prepared lists are {shape} for (lists, kv heads), in blocks of {indices.q_block_size} queries and "
-                f"{indices.k_block_size} of {indices.total_k} keys; give prepare_indices(indices[:, None], {len(k)}) of "
-                f"indices ({len(q)} queries, keys), without bounds."
+                f"The prepared lists are {shape} for (lists, kv heads), in blocks of {indices.q_block_size} queries "
+                f"and {indices.k_block_size} of {indices.total_k} keys; give prepare_indices(indices[:, None], "
+                f"{len(k)}) of indices ({len(q)} queries, keys), without bounds."
             )
         check_devices(q, indices=indices.rows)
         lists = indices
