@@ -4,8 +4,9 @@
     python benchmarks/sparse/sparse_bench.py indexer_kl [--seqlens 8K,32K] [--heads 64] [--keys 2048] [--out NAME]
 
 Attention is MLA's: one kv head of 576 columns, 512 of them values. Each query has random keys of all. ``forward`` and
-``backward`` are those of ``indexer_kl``. ``backward in order`` runs under ``torch.use_deterministic_algorithms``, by inverted lists that
-the prepared ones keep; ``inverting`` is what the first call takes before.
+``backward`` are those of ``indexer_kl`` by prepared lists. ``backward in order`` runs under
+``torch.use_deterministic_algorithms``, by the inverted lists that the prepared ones keep; ``inverting`` is what the
+first call before it takes to make them.
 ``attention`` is the backward of ``index_attn_func``, and "share" a time over that one. TFLOP/s count products: in the
 forward those of queries and keys of both kinds, in the backward dots, queries' and keys' gradients. Before anything is
 timed, divergences and gradients of a sample of queries are compared with those in float64.
@@ -128,8 +129,8 @@ def operations(options: argparse.Namespace, seqlen: int) -> dict[str, int]:
     of_dots = options.index_heads * options.index_dim
     backward = 3 * of_dots * pairs
     return {
-        "forward": (options.heads * dim + of_dots) * pairs, "backward": backward, "backward in order": backward, "inverting": 0,
-        "attention": options.heads * (3 * dim + 2 * dim_v) * pairs,
+        "forward": (options.heads * dim + of_dots) * pairs, "backward": backward, "backward in order": backward,
+        "inverting": 0, "attention": options.heads * (3 * dim + 2 * dim_v) * pairs,
     }  # fmt: skip
 
 

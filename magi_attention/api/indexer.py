@@ -138,11 +138,12 @@ def indexer_kl(
 
     On Hopper GPUs kernels take 16-bit inputs of one dtype with ``indices`` and no softcap, of up to 64 index heads of
     128 columns, and attention of up to 128 heads on one kv head of 576 columns, or on several. The forward then leaves
-    ``4 * T * N`` bytes for the backward, and as many of lists that it had to prepare. What queries add to the gradient of k_index is added in any order there, and
-    in a fixed one under ``torch.use_deterministic_algorithms(True)`` or ``MAGI_ATTENTION_DETERMINISTIC_MODE=1``, which
-    takes up to 1.2 GB and the inverted lists, ``4 * (T * N + S)`` bytes: prepared lists or the exchange keep them for
-    attention and for later calls, else they are made by each call and live until its backward. All else has the same bits on every run. Plain PyTorch computes all
-    other problems, on any device.
+    ``4 * T * N`` bytes for the backward, and as many of lists that it had to prepare. What queries add to the gradient
+    of k_index is added in any order there, and in a fixed one under ``torch.use_deterministic_algorithms(True)`` or
+    ``MAGI_ATTENTION_DETERMINISTIC_MODE=1``, set for both passes, which takes up to 1.2 GB and the inverted lists,
+    ``4 * (T * N + S)`` bytes. Prepared lists and exchanges keep these for attention and for later calls; of a tensor
+    each call makes them, and they live until its backward. All else has the same bits on every run. Plain PyTorch
+    computes all other problems, on any device.
 
     ``ContractError`` for tensors that do not fit together, for lists and masks in one call, and for entries beyond the
     keys (on a GPU these are none).
