@@ -42,6 +42,10 @@ class Kept:
         self._stream: torch.cuda.Stream | None = None
         self._is_made: torch.cuda.Event | None = None
 
+    def __reduce__(self) -> tuple[type[Kept], tuple[()]]:
+        """A copy, which is for copied lists, has nothing yet."""
+        return Kept, ()
+
     def of(self, lists: PreparedIndices) -> PreparedIndices:
         """``with_readers``, by what is kept of these lists."""
         held = tuple(x for x in (lists.rows, lists.counts, lists.k_start, lists.k_end) if x is not None)

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import weakref
 
 import pytest
@@ -124,6 +126,14 @@ def test_what_is_kept_goes_with_the_lists():
     assert readers() is not None
     del lists
     assert readers() is None, "without the garbage collector"
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["copy", "pickle"])
+def test_copied_lists_keep_their_own(copied):
+    lists = prepare_indices(torch.tensor([[[0, 1]], [[1, -1]]]), 4)
+    want, other = with_kept_readers(lists), copied(lists)
+    assert torch.equal(with_kept_readers(other).readers, want.readers)
+    assert (lists.kept.made, other.kept.made) == (1, 1)
 
 
 def test_lists_that_count_no_edits_are_not_kept():
