@@ -10,7 +10,7 @@ from typing import Any
 
 from magi_attention.native.c_struct import divided, fields, strides
 
-ABI_VERSION = 30
+ABI_VERSION = 31
 HOST_VERSION = 1  # of the Python module _magi_host, whose launches also follow ABI_VERSION
 
 OK, INVALID_ARGUMENT, UNSUPPORTED, CUDA_ERROR, CAPACITY = range(5)

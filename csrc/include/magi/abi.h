@@ -13,7 +13,7 @@
 extern "C" {
 #endif
 
-#define MAGI_ABI_VERSION 30
+#define MAGI_ABI_VERSION 31
 #define MAGI_EXPORT __attribute__((visibility("default")))
 
 typedef enum {
