@@ -18,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 Packed = tuple[int, int] | Tensor
 
 
-class OffloadedInputs(saved_tensors_hooks):
+class OffloadedInputs(AbstractContextManager["OffloadedInputs"]):
     """Around checkpointed blocks that follow one another, in one forward; the backward takes them in reverse order.
 
         with OffloadedInputs(device) as offloaded:
@@ -31,7 +31,7 @@ class OffloadedInputs(saved_tensors_hooks):
     """
 
     def __init__(self, device: torch.device) -> None:
-        super().__init__(self._pack_input, self.unpack)
+        self._hooks: saved_tensors_hooks | None = None
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._host: list[list[Tensor]] = []
@@ -41,8 +41,15 @@ class OffloadedInputs(saved_tensors_hooks):
         self._arrived: dict[int, torch.cuda.Event | None] = {}
 
     def __enter__(self) -> OffloadedInputs:
-        super().__enter__()
+        self._hooks = saved_tensors_hooks(self._pack_input, self.unpack)
+        self._hooks.__enter__()
         return self
+
+    def __exit__(self, *error: object) -> None:
+        # The hooks hold this object. Without them it goes with the graph, and its memory does not wait for gc.
+        assert self._hooks is not None
+        self._hooks.__exit__(*error)
+        self._hooks = None
 
     @property
     def host_bytes(self) -> int:

@@ -4,12 +4,15 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import random
 import re
 import subprocess
 import sys
+import weakref
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -131,15 +134,16 @@ def test_offloaded_inputs_give_the_same_bits(layers):
 
 
 class NotedInputs(OffloadedInputs):
-    last: OffloadedInputs | None = None
+    last: Callable[[], OffloadedInputs | None] = staticmethod(lambda: None)
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        NotedInputs.last = self
+        NotedInputs.last = weakref.ref(self)
 
 
 def keeping(rank: int, world: int, seed: int) -> list[tuple]:
     """By way of keeping: a step's bits, how often attention ran forward, and bytes kept and predicted."""
+    gc.disable()  # what a step keeps goes with its graph
     torch.manual_seed(seed)
     tokens = torch.randint(0, 256, (600,))
     plan = make_plan(Mask.from_lengths([200, 1, 399], causal=True), world)
@@ -155,11 +159,15 @@ def keeping(rank: int, world: int, seed: int) -> list[tuple]:
             model.draw_weights(seed)
             with profile() as seen, LiveBytes() as live:
                 loss = model(local, positions, labels, plan, group)
-                held = NotedInputs.last.host_bytes if activations == "offloaded" else live.now
+                offloaded = NotedInputs.last()
+                held = offloaded.host_bytes if offloaded else live.now
+                assert (activations == "offloaded") == (offloaded is not None)
                 loss.backward()
             ran = sum(e.name == FORWARD_RANGE for e in seen.events())
             use = plan.memory(*long_context.shape_and_setup(args))
             bits = [loss.detach(), *(p.grad for p in model.parameters())]
+            del loss, offloaded
+            assert NotedInputs.last() is None
             found.append((bits, ran, held, use.host["activations"] if use.host else use.activations))
     return found
 
