@@ -16,9 +16,12 @@ def test_a_run_counts_pairs_and_shares(tmp_path, capsys):
     assert indexer_kl_bench.main([*TINY, "--out", str(tmp_path / "kl")]) == 0
     assert "forward and backward" in capsys.readouterr().out
     rows = json.loads((tmp_path / "kl.json").read_text())["results"]
-    assert [row["seqlen"] for row in rows] == [40] * 4 + [96] * 4
+    backward = 3 * 3 * 8
+    columns_of = {"forward": 4 * 16 + 3 * 8, "backward": backward, "backward in order": backward}
+    columns_of |= {"inverting": 0, "attention": 4 * (3 * 16 + 2 * 8)}
+    assert [(row["seqlen"], row["name"]) for row in rows] == [(n, name) for n in (40, 96) for name in columns_of]
     for row in rows:
-        columns = {"forward": 4 * 16 + 3 * 8, "attention": 4 * (3 * 16 + 2 * 8)}.get(row["name"], 3 * 3 * 8)
+        columns = columns_of[row["name"]]
         assert row["tflops"] == pytest.approx(2 * row["seqlen"] * 9 * columns / row["median_us"] / 1e6)
         assert row["share"] > 0 and (row["name"] != "attention" or row["share"] == 1)
 
