@@ -3,7 +3,7 @@
 
 The one that gathers (``csrc/ffa/sm90/index/fwd``) takes all lists, and spends a warpgroup on the rows of K and V. The
 one that copies blocks (``csrc/ffa/sm90/index/fwd/blocks``) is the dense forward with the key blocks of a list. Its
-tiles are 128 rows of queries that share a list.
+tiles are 128 rows of queries that share a list, or 64 where these do not fill 128.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from __future__ import annotations
 from magi_attention.env import general
 from magi_attention.kernels.index_attn.types import IndexProblem, PreparedIndices
 
-TILE_ROWS, HALF_TILE_ROWS = 128, 64
+TILE_ROWS = 64  # the smaller tile
 LEAST_BOX_KEYS = 16  # of one copy
-LEAST_KEY_BLOCK = 64  # a step of 128 keys is two copies or one
+LEAST_KEY_BLOCK = 64  # a step is two copies or one
 MOST_ROWS = 1 << 31  # tokens times query heads
 
 
@@ -25,10 +25,10 @@ def why_not_by_blocks(problem: IndexProblem, lists: PreparedIndices) -> str | No
             f"{LEAST_BOX_KEYS}."
         )
     group = problem.num_heads_q // problem.num_heads_kv
-    if HALF_TILE_ROWS % group or lists.q_block_size * group % TILE_ROWS:
+    if TILE_ROWS % group or lists.q_block_size * group % TILE_ROWS:
         return (
             f"Lists are of {lists.q_block_size} queries of {group} heads; the forward that copies blocks takes heads "
-            f"that divide {HALF_TILE_ROWS}, and multiples of {TILE_ROWS} rows."
+            f"that divide {TILE_ROWS}, and multiples of {TILE_ROWS} rows."
         )
     if lists.k_start is not None or lists.k_end is not None:
         return "The forward that copies blocks takes no lists with a k_start or k_end."

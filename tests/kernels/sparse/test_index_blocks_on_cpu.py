@@ -24,6 +24,9 @@ BF16, FP16 = torch.bfloat16, torch.float16
 CASES = {
     "blocks of 128, 8 heads on 2": (BF16, 200, 300, 8, 2, 128, 128, 128, 128, 0.6, 2),
     "blocks of 64, an odd number": (FP16, 130, 444, 4, 2, 64, 48, 64, 64, 0.5, 3),
+    "as many kv heads, lists of 64": (BF16, 200, 330, 2, 2, 128, 128, 64, 64, 0.5, 3),
+    "one token of 64 heads, key blocks of 80": (FP16, 7, 500, 64, 1, 56, 64, 1, 80, 0.5, 2),
+    "lists of 192 rows": (FP16, 200, 300, 8, 2, 64, 64, 48, 32, 0.5, 2),
     "one head": (FP16, 300, 500, 2, 2, 64, 64, 128, 64, 0.4, 2),
     "64 heads, key blocks of 192": (FP16, 5, 500, 64, 1, 56, 64, 2, 192, 0.6, 3),
     "key blocks of 16, tails": (FP16, 100, 333, 8, 1, 64, 64, 16, 16, 0.4, 2),
@@ -118,12 +121,12 @@ def test_which_forward_runs(monkeypatch):
 
     for asked, large, small in (("auto", True, False), ("blocks", True, True), ("gather", False, False)):
         monkeypatch.setenv("MAGI_ATTENTION_INDEX_FORWARD", asked)
-        assert choice(128, 128) is choice(64, 64) is choice(16, 64) is choice(128, 128, 1) is large
+        assert choice(128, 128) is choice(64, 64) is choice(8, 64) is choice(64, 64, 1) is large
         assert choice(128, 16) is choice(128, 48) is small
-        assert not choice(64, 64, 1) and not choice(8, 64) and not choice(128, 100) and not choice(128, 128, 8, 0)
+        assert not choice(32, 64, 1) and not choice(4, 64) and not choice(128, 100) and not choice(128, 128, 8, 0)
 
 
-@pytest.mark.parametrize("changed", [{"q_block": 8}, {"k_block": 24}, {"heads_q": 24}, {"total_k": 0}], ids=str)
+@pytest.mark.parametrize("changed", [{"q_block": 4}, {"k_block": 24}, {"heads_q": 24}, {"total_k": 0}], ids=str)
 def test_refusals(library, changed):
     fields = {
         "dtype": abi.FP16, "total_q": 64, "total_k": 64, "heads_q": 8, "heads_kv": 1, "head_dim": 64, "head_dim_v": 64,

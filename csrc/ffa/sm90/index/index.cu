@@ -109,13 +109,13 @@ magi_status check_index(const Params& p) {
 
 magi_status check_index_blocks(const magi_ffa_index_fwd_blocks_params& p) {
   MAGI_RETURN(check_index(p));
-  constexpr int kRows = 64 * kIndexBlocksGroups;
+  constexpr int kRows = 64;
   const int64_t group = p.heads_q / p.heads_kv;
-  if (64 % group || p.q_block * group % kRows || p.k_block % kLeastBoxRows)
+  if (kRows % group || p.q_block * group % kRows || p.k_block % kLeastBoxRows)
     return fail(MAGI_UNSUPPORTED,
                 "Blocks of %d queries, of %lld heads each, and %d keys: the forward that copies "
-                "blocks takes heads that divide 64, multiples of %d rows and of %d keys.",
-                p.q_block, static_cast<long long>(group), p.k_block, kRows, kLeastBoxRows);
+                "blocks takes heads that divide %d, multiples of %d rows and of %d keys.",
+                p.q_block, static_cast<long long>(group), p.k_block, kRows, kRows, kLeastBoxRows);
   if (static_cast<int64_t>(p.total_q) * p.heads_q >= 1ll << 31)
     return fail(MAGI_UNSUPPORTED, "%d tokens of %d heads are too many rows; split the tokens.",
                 p.total_q, p.heads_q);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Forward of block lists for sm_90a: the dense forward, whose key blocks are those of a list. A
-// step has 128 keys, one block or several, or a part of one.
+// Forward of block lists for sm_90a: the dense forward, whose key blocks are those of a list. The
+// keys of a step are one block or several, or a part of one.
 #pragma once
 
 #include "ffa/sm90/fwd/kernel.cuh"
@@ -10,7 +10,7 @@
 namespace magi {
 
 template <typename C>
-__global__ void __launch_bounds__(C::kThreads, 1)
+__global__ void __launch_bounds__(C::kThreads, C::kCtas)
     index_fwd_blocks(const __grid_constant__ IndexBlocksParams p) {
   extern __shared__ __align__(1024) uint8_t raw[];
   const FwdSmem<C> smem(smem_addr(raw), 0);

@@ -62,7 +62,7 @@ void index_blocks_params(const magi_ffa_index_fwd_blocks_params& a, IndexBlocksP
 }
 
 template <typename C>
-magi_status launch_index_fwd_blocks(const magi_ffa_index_fwd_blocks_params& a) {
+magi_status launch_index_fwd_blocks_tiles(const magi_ffa_index_fwd_blocks_params& a) {
   IndexBlocksParams k;
   index_blocks_params<C>(a, &k);
   MAGI_RETURN(index_blocks_maps(a, &k));
@@ -72,9 +72,18 @@ magi_status launch_index_fwd_blocks(const magi_ffa_index_fwd_blocks_params& a) {
                                                  "launching the forward of block lists");
 }
 
+// Lists whose rows do not fill two warpgroups take one.
+template <typename T, int kD>
+magi_status launch_index_fwd_blocks(const magi_ffa_index_fwd_blocks_params& a) {
+  using Two = IndexBlocksConfig<T, kD, 2>;
+  const int64_t rows = static_cast<int64_t>(a.q_block) * (a.heads_q / a.heads_kv);
+  if (rows % Two::kBlockM == 0) return launch_index_fwd_blocks_tiles<Two>(a);
+  return launch_index_fwd_blocks_tiles<IndexBlocksConfig<T, kD, 1>>(a);
+}
+
 }  // namespace magi
 
 #define MAGI_FFA_INDEX_FWD_BLOCKS_INSTANCE(TYPE, D, DV, STEM)                              \
   extern "C" magi_status magi_ffa_##STEM(const magi_ffa_index_fwd_blocks_params* params) { \
-    return magi::launch_index_fwd_blocks<magi::IndexBlocksConfig<TYPE, D>>(*params);       \
+    return magi::launch_index_fwd_blocks<TYPE, D>(*params);                                \
   }
