@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -49,7 +49,7 @@ class AttnOptions:
     return_max_logits: bool = False
     dropout_p: float = 0.0
 
-    @property
+    @cached_property
     def is_plain(self) -> bool:
         """Do all weights come from bare logits, without softcap and dropout?"""
         return not self.softcap and not self.dropout_p

@@ -146,9 +146,10 @@ class FfaBackend:
         """
         if isinstance(mask, SliceTable):
             return mask
-        if options.deterministic or self._gpus.of(q.get_device()).is_portable:
+        index = q.get_device()
+        if options.deterministic or self._gpus.of(index).is_portable:
             return None
-        runtime, index = self.runtime, q.get_device()
+        runtime = self._gpus.runtime
         if index != runtime.current_device():
             with runtime.on_device(index):
                 return self.slices_of(mask, q, k, options)

@@ -11,15 +11,12 @@ memory never matches), with the same version counters and the same storage. Edit
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from magi_attention.common.slices import SliceTable
 from magi_attention.kernels.ffa.operands import CudaRuntime
-from magi_attention.kernels.ffa.plans import range_state
+from magi_attention.kernels.ffa.plans import RangeSnapshot, has_version
 from magi_attention.kernels.tables import SliceTables, table_from_host_ranges
 from magi_attention.kernels.types import RangeTensors
 
@@ -28,14 +25,10 @@ _MAX_ENTRIES = 1024
 
 @dataclass(eq=False)
 class _Copy:
-    refs: tuple[weakref.ref[torch.Tensor] | None, ...]
-    state: tuple[object, ...]
+    snapshot: RangeSnapshot
     ranges: RangeTensors  # on the host, valid once the event is done
     arrived: Any  # event; None once it is done
     tables: dict[tuple[int, int], SliceTable]  # by (total_q, total_k)
-
-    def is_of(self, mask: RangeTensors) -> bool:
-        return all(ref is None or ref() is x for ref, x in zip(self.refs, mask)) and self.state == range_state(mask)
 
 
 class HostRanges:
@@ -54,12 +47,13 @@ class HostRanges:
         The first call starts the copy, on the current stream. Never for inference tensors, which have no version
         counter, and never while a CUDA graph is captured, because a replay follows the ranges as they are then.
         """
-        if runtime.is_capturing() or any(x is not None and x.is_inference() for x in mask):
+        if runtime.is_capturing():
             return None
-        key = tuple(map(id, mask))
+        key = id(mask.q_ranges), id(mask.k_ranges), id(mask.types)
         copy = self._copies.get(key)
-        if copy is None or not copy.is_of(mask):
-            self._start(runtime, key, mask)
+        if copy is None or not copy.snapshot.is_of(mask):
+            if has_version(mask):
+                self._start(runtime, key, mask)
             return None
         if copy.arrived is not None:
             if not copy.arrived.query():
@@ -75,7 +69,8 @@ class HostRanges:
 
     def _start(self, runtime: CudaRuntime, key: tuple[int, ...], mask: RangeTensors) -> None:
         copies = self._copies
-        state = range_state(mask)  # taken first: an edit during the copy must not be missed
+        # Taken first: an edit during the copy must not be missed.
+        snapshot = RangeSnapshot(mask, lambda _: copies.pop(key, None))
         q_ranges, k_ranges = runtime.to_host(mask.q_ranges.detach()), runtime.to_host(mask.k_ranges.detach())
         types = None if mask.types is None else runtime.to_host(mask.types.detach())
         on_host = RangeTensors(q_ranges, k_ranges, types)
@@ -83,5 +78,4 @@ class HostRanges:
         arrived.record(runtime.stream_object())
         if len(copies) >= _MAX_ENTRIES:
             copies.clear()
-        refs = tuple(None if x is None else weakref.ref(x, lambda _: copies.pop(key, None)) for x in mask)
-        copies[key] = _Copy(refs, state, on_host, arrived, {})
+        copies[key] = _Copy(snapshot, on_host, arrived, {})

@@ -12,6 +12,7 @@ a replay follows the ranges as they are then.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, Protocol
@@ -130,18 +131,45 @@ class PlannedKeys(Protocol):
 
 
 class _Entry(NamedTuple):
-    refs: tuple[weakref.ref[torch.Tensor] | None, ...]
-    state: tuple[object, ...]
+    snapshot: RangeSnapshot
     kept: Kept
 
-    def is_true(self, mask: RangeTensors) -> bool:
-        is_same = all(ref is None or ref() is x for ref, x in zip(self.refs, mask))  # the key tells a missing one
-        return is_same and self.state == range_state(mask)
+
+class RangeSnapshot:
+    """Range tensors as they were: the very objects, by weak references, and what changes with every edit that torch
+    knows of. There is none of a mask without ``has_version``. ``forget`` is called when one of the tensors goes.
+
+    Attributes one by one, because each call of a training step asks several times.
+    """
+
+    __slots__ = ("_k", "_q", "_state", "_types")
+
+    def __init__(self, mask: RangeTensors, forget: Callable[[object], object]) -> None:
+        q, k, types = mask
+        self._state = self._state_of(q, k, types)
+        self._q, self._k = weakref.ref(q, forget), weakref.ref(k, forget)
+        self._types = _no_tensor if types is None else weakref.ref(types, forget)
+
+    def is_of(self, mask: RangeTensors) -> bool:
+        """Are these the same tensors, unedited?"""
+        q, k, types = mask
+        is_same = self._q() is q and self._k() is k and self._types() is types
+        return is_same and self._state == self._state_of(q, k, types)
+
+    @staticmethod
+    def _state_of(q: torch.Tensor, k: torch.Tensor, types: torch.Tensor | None) -> tuple[object, ...]:
+        of_types = None if types is None else (types._version, types.data_ptr(), types.shape)
+        return q._version, q.data_ptr(), q.shape, k._version, k.data_ptr(), k.shape, of_types
 
 
-def range_state(mask: RangeTensors) -> tuple[object, ...]:
-    """Changes with every edit that torch knows of."""
-    return tuple((x._version, x.data_ptr(), x.shape) for x in mask if x is not None)
+def _no_tensor() -> None:
+    return None
+
+
+def has_version(mask: RangeTensors) -> bool:
+    """Does torch count the edits of all tensors of the mask? It does not count those of inference tensors."""
+    q, k, types = mask
+    return not (q.is_inference() or k.is_inference() or (types is not None and types.is_inference()))
 
 
 class RangePlans:
@@ -179,28 +207,25 @@ class RangePlans:
 
     def find(self, mask: RangeTensors, shape: PlanShape, stream: int) -> torch.Tensor | None:
         """A remembered plan that is still true, or None."""
-        if any(x is not None and x.is_inference() for x in mask):
-            return None
         entry = self._entries.get(_key(mask, shape, stream))
-        return entry.kept.plan if entry is not None and entry.is_true(mask) else None
+        return entry.kept.plan if entry is not None and entry.snapshot.is_of(mask) else None
 
     def get(self, mask: RangeTensors, shape: PlanShape, stream: int, capturing: bool) -> Kept:
         """The plan, int32 on the device of the ranges; remembered unless in a graph or of an inference tensor."""
-        if capturing or any(x is not None and x.is_inference() for x in mask):
+        key, entries = _key(mask, shape, stream), self._entries
+        entry = None if capturing else entries.get(key)
+        if entry is not None and entry.snapshot.is_of(mask):
+            return entry.kept
+        if capturing or not has_version(mask):
             plan = self._produce(mask, shape, stream, capturing)
             return Kept(plan, plan.data_ptr(), None)
-        key, entries = _key(mask, shape, stream), self._entries
-        entry = entries.get(key)
-        if entry is not None and entry.is_true(mask):
-            return entry.kept
-        # The state is taken first: an edit while the plan is being made must not be missed.
-        state = range_state(mask)
+        # Taken first: an edit while the plan is being made must not be missed.
+        snapshot = RangeSnapshot(mask, lambda _: entries.pop(key, None))
         plan = self._produce(mask, shape, stream, capturing)
         if len(entries) >= _MAX_ENTRIES:
             entries.clear()
-        refs = tuple(None if x is None else weakref.ref(x, lambda _: entries.pop(key, None)) for x in mask)
         kept = Kept(plan, plan.data_ptr(), PlanCache())
-        entries[key] = _Entry(refs, state, kept)
+        entries[key] = _Entry(snapshot, kept)
         return kept
 
     def _produce(self, mask: RangeTensors, shape: PlanShape, stream: int, capturing: bool) -> torch.Tensor:
@@ -242,7 +267,8 @@ class RangePlans:
 
 
 def _key(mask: RangeTensors, shape: PlanShape, stream: int) -> tuple[object, ...]:
-    return (*map(id, mask), shape, stream)
+    q, k, types = mask
+    return id(q), id(k), id(types), shape, stream
 
 
 def _of_table(slices: SliceTable, shape: PlanShape, device: torch.device, stream: int) -> Kept:
