@@ -195,24 +195,19 @@ def flex_flash_attn_func(
             pack_gqa=pack_gqa, cat_gqa=cat_gqa, swap_ab=swap_ab, tile=ref_block_size,
             blocks=(q_block_size, k_block_size),
         )  # fmt: skip
-    needs_backward = torch.is_grad_enabled() and (
-        q.requires_grad or k.requires_grad or v.requires_grad or (sink is not None and sink.requires_grad)
-    )
-    check_call(q, k, v, q_ranges, k_ranges, attn_type_map, index_attn_indices, index_attn)
-    if sink is not None:
-        check_sink(sink, q.shape[0], q.shape[1], sink_layout)
-        check_devices(q, sink=sink)
-    if index_attn_indices is not None:
+    if index_attn_indices is not None or index_attn:
+        check_call(q, k, v, q_ranges, k_ranges, attn_type_map, sink, sink_layout, index_attn_indices, index_attn)
+        assert index_attn_indices is not None, "the flag alone is refused"
         lists = prepare_indices(index_attn_indices.flatten(0, 1)[:, None].to(q.device), k.shape[0])
         return attend_lists(
             q, k, v, lists, head_dim_v=v.shape[2], sink=sink, sink_layout=sink_layout, softmax_scale=softmax_scale,
             softcap=softcap, deterministic=deterministic, sm_margin=sm_margin, return_max_logits=return_max_logits,
         )  # fmt: skip
-    scale = q.shape[2] ** -0.5 if softmax_scale is None else as_scale(softmax_scale)
+    # Numbers, because what is prepared would know a tensor by its identity.
     out, lse, max_logits = call_flex_fwd(
         q, k, v, q_ranges, k_ranges, attn_type_map, sink, sink_layout,
-        scale, as_float(softcap, "softcap"), bool(deterministic), as_int(sm_margin, "sm_margin"),
-        bool(return_max_logits), "", needs_backward,
+        None if softmax_scale is None else as_scale(softmax_scale), as_float(softcap, "softcap"), bool(deterministic),
+        as_int(sm_margin, "sm_margin"), bool(return_max_logits), "", check_call,
     )  # fmt: skip
     return out, AttnForwardMeta(lse, max_logits if return_max_logits else None)
 
@@ -224,11 +219,16 @@ def check_call(
     q_ranges: torch.Tensor | None,
     k_ranges: torch.Tensor | None,
     attn_type_map: torch.Tensor | None,
+    sink: torch.Tensor | None = None,
+    sink_layout: str = "sh",
     indices: torch.Tensor | None = None,
     index_attn: bool = False,
 ) -> None:
-    """Raises ``ContractError`` unless tensors and mask fit together; looks at no value of the mask."""
+    """Raises ``ContractError`` unless tensors and mask fit together; looks at layouts alone, at no value."""
     check_qkv(q, k, v)
+    if sink is not None:
+        check_sink(sink, q.shape[0], q.shape[1], sink_layout)
+        check_devices(q, sink=sink)
     _check_mask_devices(q, q_ranges=q_ranges, k_ranges=k_ranges, attn_type_map=attn_type_map, indices=indices)
     if (q_ranges is None) == (indices is None):
         raise ContractError("Give either q_ranges and k_ranges or index_attn_indices, exactly one of the two.")

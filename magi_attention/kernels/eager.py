@@ -38,21 +38,25 @@ def eager_call(op: Any, save: Callable[..., None] | None = None, grad: Callable[
     """How to call an ``opaque_op``, by position, and what its derivative is: ``grad`` of what ``save`` keeps, both as
     ``register_autograd`` of torch takes them; ``UnsupportedError`` without them."""
     op.register_autograd(grad or refuse_double_backward, setup_context=save)
-    run, onlookers = op.run, _Onlookers()
+    run, onlookers = op.run, Onlookers()
     differentiable = op if grad is None or save is None else _function(op, save, grad).apply
 
     @functools.wraps(run)
     def call(*args: Any) -> Any:
-        if is_compiling() or onlookers.are_there():
+        if not onlookers.let_pass(args):
             return op(*args)
-        tensors = [x for x in args if isinstance(x, torch.Tensor)]
-        if any(type(x) not in _PLAIN or x.is_meta for x in tensors):
-            return op(*args)
-        if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-            return differentiable(*args)
-        return run(*args)
+        return differentiable(*args) if needs_gradient(args) else run(*args)
 
     return call
+
+
+def needs_gradient(args: tuple[Any, ...]) -> bool:
+    """Does a result of plain tensors among ``args`` get a gradient?"""
+    if torch.is_grad_enabled():
+        for x in args:
+            if type(x) in _PLAIN and x.requires_grad:
+                return True
+    return False
 
 
 def _function(op: Any, save: Callable[..., None], grad: Callable[..., Any]) -> Any:
@@ -77,8 +81,11 @@ def watching_modes() -> tuple[tuple[Callable[[], object], object], ...]:
         raise UnsupportedError(f"torch {torch.__version__} is unknown to this package: {error}.") from None
 
 
-class _Onlookers:
-    """Who ought to see an op of torch. On a torch with other names somebody always might, so all calls are ops."""
+class Onlookers:
+    """Who ought to see an op of torch. On a torch with other names somebody always might, so all calls are ops.
+
+    Loops in place of generators, which cost every layer of a model several times as much.
+    """
 
     def __init__(self) -> None:
         try:
@@ -88,11 +95,21 @@ class _Onlookers:
         except (AttributeError, UnsupportedError):
             self._is_known = False
 
-    def are_there(self) -> bool:
-        """Is there a mode, a transform of functorch, a trace or a tangent?"""
-        if not self._is_known or self._tangents["_current_level"] >= 0:
-            return True
-        return any(ask() != nobody for ask, nobody in self._answers)
+    def let_pass(self, args: tuple[Any, ...]) -> bool:
+        """May a call with these arguments pass torch's dispatcher by? Then all tensors among them are plain ones."""
+        # A mode, a transform of functorch, a trace or a tangent would see the op.
+        if is_compiling() or not self._is_known or self._tangents["_current_level"] >= 0:
+            return False
+        for ask, nobody in self._answers:
+            if ask() != nobody:
+                return False
+        for x in args:
+            if type(x) in _PLAIN:
+                if x.is_meta:
+                    return False
+            elif x is not None and isinstance(x, torch.Tensor):
+                return False
+        return True
 
 
-__all__ = ["eager_call", "opaque_op", "watching_modes"]
+__all__ = ["Onlookers", "eager_call", "needs_gradient", "opaque_op", "watching_modes"]

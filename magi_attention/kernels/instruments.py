@@ -105,10 +105,14 @@ class Instruments:
         Events of a CUDA graph cannot be asked for their time, so there are none while one is captured.
         """
         if not general.is_profile_mode_enable():
-            return _untimed
+            return untimed
         is_captured = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-        return _untimed if is_captured else self.timers.interval
+        return untimed if is_captured else self.timers.interval
 
 
-def _untimed(name: str) -> AbstractContextManager[None]:
-    return nullcontext()
+_NOTHING = nullcontext()
+
+
+def untimed(name: str) -> AbstractContextManager[None]:
+    """The interval ``name`` where nobody measures."""
+    return _NOTHING

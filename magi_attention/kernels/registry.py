@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from typing import Any
 
 import torch.distributed as dist
 
@@ -33,11 +34,13 @@ class Registry:
     """Backends in order of preference.
 
     ``tables`` are those of masks that come as values, for whichever backend runs. ``instruments`` measure calls.
+    ``prepared`` is the memo of ``kernels.ffa.custom_ops``: what was chosen from this list. A new registry has its own.
     """
 
     backends: tuple[Backend, ...]
     tables: SliceTables = field(default_factory=SliceTables, repr=False, compare=False)
     instruments: Instruments = field(default_factory=Instruments, repr=False, compare=False)
+    prepared: dict[tuple[object, ...], Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def names(self) -> tuple[str, ...]:

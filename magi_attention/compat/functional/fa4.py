@@ -54,12 +54,10 @@ def ffa_fa4_func(
     """
     from magi_attention.functional.flex_flash_attn import check_call
 
-    check_call(q, k, v, q_ranges, k_ranges, attn_type_map)
-    needs_backward = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     options = options_for(q, softmax_scale, softcap, "sh")
     out, lse, _ = call_flex_fwd(
         q, k, v, q_ranges, k_ranges, attn_type_map, None, "sh",
-        options.softmax_scale, options.softcap, bool(deterministic), 0, False, "fa4", needs_backward,
+        options.softmax_scale, options.softcap, bool(deterministic), 0, False, "fa4", check_call,
     )  # fmt: skip
     return out, lse
 

@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from magi_attention.functional import flex_flash_attn_func
+from magi_attention.functional.flex_flash_attn import check_call
 from magi_attention.kernels.eager import eager_call, opaque_op
 from magi_attention.kernels.ffa.custom_ops import call_flex_fwd, flex_fwd
 
@@ -33,15 +34,23 @@ def leaves(seed: int) -> list[torch.Tensor]:
 
 
 def arguments(q, k, v, sink) -> tuple:
-    return q, k, v, RANGES, RANGES, torch.tensor([1, 0]), sink, "sh", 0.3, 0.0, False, 0, True, "", True
+    return q, k, v, RANGES, RANGES, torch.tensor([1, 0]), sink, "sh", 0.3, 0.0, False, 0, True, ""
+
+
+def eager(*of: torch.Tensor) -> tuple:
+    return call_flex_fwd(*arguments(*of), check_call)
+
+
+def as_op(*of: torch.Tensor) -> tuple:
+    return flex_fwd(*arguments(*of), True)
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_the_same_bits_as_the_op(seed):
     of = leaves(seed)
     found = []
-    for call in (call_flex_fwd, flex_fwd):
-        out, lse, most = call(*arguments(*of))
+    for call in (eager, as_op):
+        out, lse, most = call(*of)
         assert not most.requires_grad
         grads = torch.autograd.grad(out.square().sum() + lse.sum(), of)
         found.append((out, lse, most, *grads))
@@ -56,7 +65,7 @@ def test_nothing_of_ours_is_dispatched(wants_grad, monkeypatch):
     monkeypatch.setattr(type(flex_fwd), "__call__", dispatched)
     of = leaves(0)
     with torch.set_grad_enabled(wants_grad):
-        out = call_flex_fwd(*arguments(*of))[0]
+        out = eager(*of)[0]
     assert out.requires_grad is wants_grad
     if wants_grad:
         out.sum().backward()
@@ -66,7 +75,7 @@ def test_nothing_of_ours_is_dispatched(wants_grad, monkeypatch):
 def test_a_mode_sees_ops():
     of = leaves(1)
     with Seen() as seen:
-        call_flex_fwd(*arguments(*of))[0].sum().backward()
+        eager(*of)[0].sum().backward()
     ours = [name for name in seen.names if name.startswith("magi_attention::flex")]
     assert ours == ["magi_attention::flex_fwd", "magi_attention::flex_bwd"]
 
@@ -77,13 +86,13 @@ def test_tensors_that_hold_nothing():
         mask = [mode.from_tensor(x) for x in (RANGES, RANGES)]
     assert flex_flash_attn_func(*fake[:3], *mask)[0].shape == (11, 4, 8)
     on_meta = [x.detach().to("meta") for x in leaves(2)]
-    assert call_flex_fwd(*on_meta[:3], *arguments(*on_meta)[3:])[0].is_meta
+    assert eager(*on_meta)[0].is_meta
 
 
 @pytest.mark.parametrize("is_reentrant", (True, False))
 def test_a_checkpoint(is_reentrant):
     of = leaves(4)
-    f = lambda *x: call_flex_fwd(*arguments(*x))[0]  # noqa: E731
+    f = lambda *x: eager(*x)[0]  # noqa: E731
     want = torch.autograd.grad(f(*of).square().sum(), of)
     checkpoint(f, *of, use_reentrant=is_reentrant).square().sum().backward()
     assert all(torch.equal(x.grad, g) for x, g in zip(of, want))

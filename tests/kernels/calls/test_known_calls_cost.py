@@ -8,17 +8,20 @@ import logging
 import sys
 import threading
 import weakref
+from pathlib import Path
 
 import torch
 from ffa_simulator import tensors
 from known_case import KNOWN, Case, quick_case
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import magi_attention
 from magi_attention.common.forward_meta import AttnForwardMeta
 from magi_attention.common.mask import Mask
 from magi_attention.errors import UnsupportedError
 from magi_attention.functional.flex_flash_attn import flex_flash_attn_func
 from magi_attention.kernels.ffa import launch_cache
+from magi_attention.native import abi
 from magi_attention.testing.waiting import DEADLINE_S
 
 
@@ -118,6 +121,35 @@ def test_a_known_call_costs_few_steps(public, monkeypatch):
     with Allocations():
         assert case.find() is not None
     assert [str(func) for func in made] == ["aten.empty_like.default"] * 2
+
+
+def test_a_training_step_like_one_before_costs_few_steps(public, monkeypatch):
+    """Counts Python functions of the package that a forward with gradient and its backward enter, without launches."""
+    case = quick_case(public, monkeypatch)
+    for launch in ("forward_raw", "backward_raw"):
+        monkeypatch.setattr(case.simulator, launch, lambda params: abi.OK)
+    q, dout = case.q.requires_grad_(), torch.ones_like(case.q)
+    package, entered = Path(magi_attention.__file__).parent, []
+
+    def note(frame, event, arg) -> None:
+        if event == "call" and package in Path(frame.f_code.co_filename).parents:
+            entered.append(frame.f_code.co_name)
+
+    def steps() -> list[str]:
+        entered.clear()
+        sys.setprofile(note)
+        try:
+            torch.autograd.grad(flex_flash_attn_func(q, case.k, case.v, *case.mask)[0], q, dout)
+        finally:
+            sys.setprofile(None)
+        return list(entered)
+
+    first = steps()
+    steps()  # the host knows the ranges from now on
+    again = steps()
+    prepared = {"check_call", "check_qkv", "select_backend", "select", "_prepare"}
+    assert prepared <= set(first) and not prepared & set(again)
+    assert "_backward" in again and len(again) < 70, again
 
 
 def test_without_the_module_one_line_says_why(public, monkeypatch, caplog):
