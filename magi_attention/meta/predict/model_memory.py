@@ -84,8 +84,8 @@ class MemoryUse:
     """Predicted bytes of one training step on ``rank``, the one that takes most, with ``tokens`` rows of its own.
 
     ``held``: what is there for the whole step, by name. ``moments``: what comes on top of it while the last block runs
-    forward, at the loss, and in the backward; only one of these at a time. ``activations`` (between forward and
-    backward, of all layers) are part of each, and ``gradients`` of the backward, where these grow as those
+    forward, at the loss, in the backward, and when the gradient of the embedding comes; only one of these at a time.
+    ``activations`` (between forward and backward, of all layers) are part of the first three, and ``gradients`` of the backward, where these grow as those
     shrink. ``host``: bytes in host memory, by name. What CUDA, NCCL and the allocator take is not in it.
     """
 
@@ -135,7 +135,7 @@ def step_memory(
     sharded = -(-shape.num_parameters // shards)
     states = {"parameters": sharded * setup.parameter_bytes, "optimizer": sharded * setup.optimizer_bytes}
     gradients = {"gradients": sharded * setup.parameter_bytes}
-    gathered, reduced = _gathered(shape, setup, shards)
+    gathered, reduced, root = _gathered(shape, setup, shards)
     on_gpu = {"gathered parameters": gathered, "attention buffers": attention.buffers}
     held, host = ({**states, **on_gpu}, {}) if not setup.offloads_parameters else (on_gpu, {**states, **gradients})
     saved = layers * sizes.saved
@@ -145,23 +145,28 @@ def step_memory(
         host["activations"] = saved
         saved = min(_STAGED_INPUTS, layers) * sizes.saved
 
-    # In the first block that runs backward all activations are there, and in the last one all gradients.
+    # In the first block that runs backward all activations are there, and in the last one all gradients, but for those
+    # outside the blocks: the embedding's come last, and the head's are whole until then where they are sharded.
     grown = 0 if setup.offloads_parameters else gradients["gradients"]
-    first = -(-(shape.block_parameters() + shape.vocabulary * shape.width) // shards) * setup.parameter_bytes
     before = grown if setup.accumulates_gradients else 0
+    head = 0 if gathered else shape.vocabulary * shape.width * setup.parameter_bytes
+    first = -(-shape.block_parameters() // shards) * setup.parameter_bytes + head
+    of_root = shape.root_parameters * setup.parameter_bytes
+    of_blocks = max(before, grown - of_root // shards + head)
     if setup.defers_reduction:
         elsewhere = shape.block_parameters() - shape.block_parameters(setup.expert_parallel)
         if shape.experts is not None:
             elsewhere *= layers - shape.experts.dense_layers
         before = (shape.num_parameters - elsewhere) * setup.parameter_bytes
     at_first = saved + (before or min(first, grown))
-    at_last = grown + (saved if setup.activations == "offloaded" else sizes.saved)
+    at_last = of_blocks + (saved if setup.activations == "offloaded" else sizes.saved)
     if gathered:  # there is no next block any more to be gathered; two blocks earlier there is, and fewer gradients
         at_last -= min(setup.element_bytes * shards, setup.parameter_bytes) * 2 * shape.block_parameters() // shards
     moments = {
         "forward": before + saved + sizes.forward,
         "loss": before + saved + sizes.loss,
         "backward": max(at_first, at_last) + sizes.backward + reduced,
+        "embedding": max(before, grown) + rows * shape.width * setup.element_bytes + root,
     }
     return MemoryUse(rank, rows, held, moments, saved, max(before, grown), host)
 
@@ -175,16 +180,19 @@ def _check_experts(shape: ModelShape, setup: TrainingSetup, shards: int) -> None
         )
 
 
-def _gathered(shape: ModelShape, setup: TrainingSetup, shards: int) -> tuple[int, int]:
-    """Bytes of parameters that FSDP gathers, and of whole gradients before they are sharded."""
+def _gathered(shape: ModelShape, setup: TrainingSetup, shards: int) -> tuple[int, int, int]:
+    """Bytes of parameters that FSDP gathers, and of whole gradients before they are sharded: while a block runs
+    backward, and when those of the embedding come, without gathered blocks."""
     if shards == 1 and setup.parameter_bytes == setup.element_bytes:
-        return 0, 0  # nothing is sharded or cast
+        return 0, 0, 0  # nothing is sharded or cast
     block = shape.block_parameters(setup.expert_parallel)
     blocks = min(_GATHERED_BLOCKS, shape.num_layers) * block
     gathered = (blocks + shape.root_parameters) * setup.element_bytes
     # Gradients of a block in the dtype of the backward, and the copy that is reduced.
     reduced = block * (setup.element_bytes + setup.parameter_bytes)
-    return gathered, reduced + shape.root_parameters * setup.element_bytes
+    head = shape.vocabulary * shape.width * setup.element_bytes
+    root = shape.root_parameters * (setup.element_bytes + setup.parameter_bytes) - blocks * setup.element_bytes
+    return gathered, reduced + head, root
 
 
 class _Activations:
