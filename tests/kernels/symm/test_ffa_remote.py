@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import numpy as np
 import pytest
 import torch
-from ffa_simulator import backend, inputs
+from ffa_simulator import inputs
+from remote_case import PUSH, remote_backend, remote_keys
 
 from magi_attention.common.slices import SliceTable
 from magi_attention.errors import ContractError
@@ -22,17 +24,8 @@ from magi_attention.native import abi
 from magi_attention.native.ffa import FfaTile
 from magi_attention.native.planner.schedule import WorkTileShape, check_schedule
 from magi_attention.native.planner.tile_plan import TilePlan, transposed
-from magi_attention.testing.libraries import planner_or_skip
 
-PUSH = b"this rank's"
-
-
-def remote_keys(num_summed: int = 1) -> RemoteKeys:
-    """32 local keys and one tile of remote ones, for 32 queries."""
-    base = 2 * TILE
-    slices = SliceTable(np.array([[0, 32, 0, 32, 1], [0, 32, base, base + 8, 0]]))
-    mask = RemoteMask(slices, 32, base, np.zeros(1, dtype=np.int32), Pace(np.array([1e-3])), num_summed)
-    return RemoteKeys(mask, bytes(abi.FFA_REMOTE_PREFIX_BYTES), PUSH)
+pytestmark = pytest.mark.usefixtures("planner")
 
 
 def launched(ready: FusedLaunch[Result]) -> Result:
@@ -44,7 +37,6 @@ def launched(ready: FusedLaunch[Result]) -> Result:
 
 def test_a_rank_that_reads_only_its_own() -> None:
     """Its plans are those without other ranks, but for the gap behind its keys."""
-    planner_or_skip()
     rows, base = 300, 512
     slices = SliceTable(np.array([[0, rows, 0, rows, 1]]))
     mask = RemoteMask(slices, rows, base, np.zeros(0, dtype=np.int32), Pace(np.zeros(0)), 0)
@@ -64,7 +56,6 @@ def test_a_rank_that_reads_only_its_own() -> None:
 
 def test_documents_one_after_the_other() -> None:
     """Beside remote keys, too, each tile and head once; tiles in the same order, for kernels without work tiles."""
-    planner_or_skip()
     rows, base = 1024, 1280
     ends = [(q, q + 256) for q in range(0, rows, 256)]
     slices = [[a, b, a, b, 1] for a, b in ends] + [[a, b, base + a, base + b, 0] for a, b in ends]
@@ -79,21 +70,19 @@ def test_documents_one_after_the_other() -> None:
 
 
 def test_all_else_comes_before_the_push_and_the_kernel_that_starts_beside_it(monkeypatch) -> None:
-    planner_or_skip()
-    ffa, _ = backend()
     events: list[str] = []
+
+    def launch(params: bytes, remote: bytes, put: bytes | None) -> None:
+        assert put == PUSH
+        events.append("kernel")
+
+    ffa = remote_backend(launch)
     q, k, v = inputs(32, 32)
     dout = torch.randn(q.shape, dtype=torch.float64)  # has to be cast
     sink = torch.zeros(1, q.shape[1], dtype=torch.bfloat16)  # so has this
-    zeros, full = torch.zeros, torch.full
-    monkeypatch.setattr(torch, "zeros", lambda *a, **b: (events.append("zeros"), zeros(*a, **b))[1])
-    monkeypatch.setattr(torch, "full", lambda *a, **b: (events.append("full"), full(*a, **b))[1])
-    to = torch.Tensor.to
-    monkeypatch.setattr(torch.Tensor, "to", lambda self, *a, **b: (events.append("to"), to(self, *a, **b))[1])
-    library = ffa.library
-    for name in ("forward_remote_raw", "backward_remote_raw"):
-        monkeypatch.setattr(library, name, lambda *a: (events.append("kernel"), a[2] != PUSH)[1], raising=False)
-    monkeypatch.setattr(library, "backward_tile", lambda *_: FfaTile(TILE, 2, 1))  # tiles of keys have one owner
+    for owner, name in ((torch, "zeros"), (torch, "full"), (torch.Tensor, "to")):
+        made = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *a, name=name, made=made, **b: (events.append(name), made(*a, **b))[1])
     remote = remote_keys()
     x = Operands(q, k, v, remote.mask.slices, AttnOptions(0.25, return_max_logits=True), sink)
     out, lse, _ = launched(ffa.forward_fused(x, remote))
@@ -107,17 +96,19 @@ def test_all_else_comes_before_the_push_and_the_kernel_that_starts_beside_it(mon
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_launches_of_the_caller_come_right_before_the_kernel(monkeypatch, deterministic) -> None:
-    """When what the kernel waits for is behind it, and all that it reads has been made."""
-    planner_or_skip()
-    ffa, _ = backend()
+def test_launches_of_the_caller_come_right_before_the_kernel(deterministic) -> None:
+    """When what the kernel waits for is behind it, and all that it reads has been made; in deterministic mode behind
+    the backward before, and with it the put."""
+
+    def launch(params: bytes, remote: bytes, put: bytes | None) -> None:
+        events.append(("kernel", put))
+        if len(params) == ctypes.sizeof(abi.FfaBwdParams):
+            assert (abi.FfaBwdParams.from_buffer_copy(params).dq_mode == abi.DQ_DETERMINISTIC) == deterministic
+
+    ffa = remote_backend(launch)
     q, k, v = inputs(32, 32)
     events: list[object] = ffa.runtime.said
-    for name in ("forward_remote_raw", "backward_remote_raw"):
-        monkeypatch.setattr(ffa.library, name, lambda *a: (events.append(("kernel", a[2])), 0)[1], raising=False)
-    monkeypatch.setattr(ffa.library, "backward_tile", lambda *_: FfaTile(TILE, 2, 1))
-    keys = remote_keys()
-    remote = RemoteKeys(keys.mask, keys.params)
+    remote = remote_keys(put=None)
     options = AttnOptions(0.25, deterministic=deterministic)
     x = Operands(q, k, v, remote.mask.slices, options)
     saved = BackwardOperands(q, q, k, v, torch.zeros_like(q), torch.zeros(q.shape[:2]), remote.mask.slices, options)
@@ -135,12 +126,8 @@ def test_launches_of_the_caller_come_right_before_the_kernel(monkeypatch, determ
 
 def test_a_launch_follows_what_was_launched_before_an_error() -> None:
     """The kernel did not start, and its turn is over: the next one on another stream waits."""
-    planner_or_skip()
-    ffa, _ = backend()
+    ffa, keys = remote_backend(), remote_keys()
     q, k, v = inputs(32, 32)
-    keys = remote_keys()
-    ffa.library.backward_remote_raw = None
-    ffa.library.backward_tile = lambda *_: FfaTile(TILE, 2, 1)
     options = AttnOptions(0.25, deterministic=True)
     x = BackwardOperands(q, q, k, v, torch.zeros_like(q), torch.zeros(q.shape[:2]), keys.mask.slices, options)
     with pytest.raises(ValueError, match="no put"), ffa.backward_fused(x, keys):
@@ -153,10 +140,9 @@ def test_a_launch_follows_what_was_launched_before_an_error() -> None:
 
 def test_on_the_device_of_the_operands(monkeypatch) -> None:
     """Which is made the current one for the preparation, and again for the launch."""
-    planner_or_skip()
-    ffa, _ = backend()
+    said, current = [], [3]
+    ffa, keys = remote_backend(lambda *_: said.append("kernel")), remote_keys()
     q, k, v = inputs(32, 32)
-    keys, said, current = remote_keys(), [], [3]
 
     @contextmanager
     def on_device(index: int) -> Iterator[None]:
@@ -168,56 +154,21 @@ def test_on_the_device_of_the_operands(monkeypatch) -> None:
 
     monkeypatch.setattr(ffa.runtime, "on_device", on_device, raising=False)
     monkeypatch.setattr(ffa.runtime, "current_device", lambda: current[-1])
-    monkeypatch.setattr(ffa.library, "forward_remote_raw", lambda *_: (said.append("kernel"), 0)[1], raising=False)
     with ffa.forward_fused(Operands(q, k, v, keys.mask.slices, AttnOptions(0.25)), keys) as ready:
         ready.launch()
     assert said == ["enter", "exit", "enter", "kernel", "exit"] and ready.result[0].shape == q.shape
 
 
-def test_semaphore_order_where_keys_arrive(monkeypatch) -> None:
-    """As elsewhere: this kernel, and with it the put, after the last one in deterministic mode."""
-    planner_or_skip()
-    ffa, _ = backend()
-    q, k, v = inputs(32, 32)
-    calls: list[abi.FfaBwdParams] = []
-    library = ffa.library
-
-    def launch(params: bytes, remote: bytes, put: bytes) -> int:
-        ffa.runtime.said.append(("kernel", ffa.runtime.current_stream))
-        calls.append(abi.FfaBwdParams.from_buffer_copy(params))
-        return 0
-
-    monkeypatch.setattr(library, "backward_remote_raw", launch, raising=False)
-    monkeypatch.setattr(library, "backward_tile", lambda *_: FfaTile(TILE, 2, 1))
-    for stream in (7, 8):
-        ffa.runtime.current_stream = stream
-        keys, saved = remote_keys(), (q, q, k, v, torch.zeros_like(q), torch.zeros(q.shape[:2]))
-        x = BackwardOperands(*saved, keys.mask.slices, AttnOptions(0.25, deterministic=True))
-        launched(ffa.backward_fused(x, keys))
-    assert [c.dq_mode for c in calls] == [1, 1]
-    assert [x for x in ffa.runtime.said if x[0] != "record"] == [("kernel", 7), ("wait", 8), ("kernel", 8)]
-
-
-def launches_of(monkeypatch):
-    """A backend whose launches beside remote keys are written down, forward and backward."""
-    ffa, library = backend()
-    seen: list[bytes] = []
-
-    def launch(params: bytes, remote: bytes, put: bytes, *event: int) -> int:
-        seen.append(params)
-        return put != PUSH
-
-    for name in ("forward_remote_raw", "backward_remote_raw"):
-        monkeypatch.setattr(library, name, launch, raising=False)
-    monkeypatch.setattr(library, "backward_tile", lambda *_: FfaTile(TILE, 2, 1))
-    return ffa, seen
-
-
 def test_known_calls_are_told_apart(monkeypatch) -> None:
     """Calls with the same k and v, in any order, launch what each would have launched first; from the second time on
     none is prepared."""
-    planner_or_skip()
-    ffa, seen = launches_of(monkeypatch)
+    seen: list[bytes] = []
+
+    def launch(params: bytes, remote: bytes, put: bytes | None) -> None:
+        assert put == PUSH
+        seen.append(params)
+
+    ffa = remote_backend(launch)
     q, k, v = inputs(32, 32)
     wide = torch.zeros(32, 4, 24, dtype=q.dtype)[..., :16]
     lse, out, odd = torch.zeros(32, 4), torch.zeros_like(q), torch.zeros(q.numel() + 1, dtype=q.dtype)[1:].view(q.shape)
@@ -261,18 +212,11 @@ def test_known_calls_are_told_apart(monkeypatch) -> None:
 
 @pytest.mark.parametrize("num_summed", (0, 1, 3))
 @pytest.mark.parametrize("dims", ((16, 16), (24, 8)))
-def test_sums_of_local_gradients(num_summed: int, dims: tuple[int, int], monkeypatch) -> None:
+def test_sums_of_local_gradients(num_summed: int, dims: tuple[int, int]) -> None:
     """They lie in the workspace, behind what the kernels need there, with room for whole tiles."""
-    planner_or_skip()
-    ffa, library = backend()
     seen: list[tuple[abi.FfaBwdParams, abi.FfaRemote]] = []
-
-    def launch(params: bytes, remote: bytes, put: bytes) -> int:
-        seen.append((abi.FfaBwdParams.from_buffer_copy(params), abi.FfaRemote.from_buffer_copy(remote)))
-        return 0
-
-    monkeypatch.setattr(library, "backward_remote_raw", launch, raising=False)
-    monkeypatch.setattr(library, "backward_tile", lambda *_: FfaTile(TILE, 2, 1))
+    kinds = abi.FfaBwdParams, abi.FfaRemote
+    ffa = remote_backend(lambda *given: seen.append([kind.from_buffer_copy(x) for kind, x in zip(kinds, given)]))
     q, k, v = inputs(32, 32, dims=dims)
     out, lse = torch.zeros(32, 4, dims[1], dtype=q.dtype), torch.zeros(32, 4)
     keys = remote_keys(num_summed)
@@ -289,10 +233,10 @@ def test_sums_of_local_gradients(num_summed: int, dims: tuple[int, int], monkeyp
     assert not (got.dk_sums - start) % 16 and not (got.dv_sums - start) % 16
 
 
-def test_a_rank_without_tokens_gets_a_sentence(monkeypatch) -> None:
+def test_a_rank_without_tokens_gets_a_sentence() -> None:
     """Others would wait for its put."""
-    planner_or_skip()
-    ffa, seen = launches_of(monkeypatch)
+    seen: list[tuple] = []
+    ffa = remote_backend(lambda *given: seen.append(given))
     q, k, v = inputs(0, 32)
     keys = remote_keys()
     call = keys.mask.slices, AttnOptions(0.25)

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from ffa_simulator import backend
+from remote_case import ROWS, remote_backend, remote_keys
 
 from magi_attention.comm.transport.base import SingleTransport
 from magi_attention.comm.transport.consistency import Use
@@ -21,15 +21,11 @@ from magi_attention.functional.one_launch.base import LAUNCHES, PreparedFused, _
 from magi_attention.functional.one_launch.nvlink import FusedAttention
 from magi_attention.functional.runtime import AttnPolicy, AttnRuntime, Prepared
 from magi_attention.kernels import AttnOptions, default_registry
-from magi_attention.kernels.ffa.arrival import Pace
-from magi_attention.kernels.ffa.peer_kv import TILE, RemoteKeys, RemoteMask
 from magi_attention.meta.planner import build_plan
-from magi_attention.native.ffa import FfaTile
 from magi_attention.native.stream_order import StreamOrder
 
 pytestmark = pytest.mark.usefixtures("planner")
 
-ROWS = 32
 # Twice what it was when this was written, as that depends on the versions of torch and Python. To prepare anything anew
 # unpacks thousands.
 MOST = {"forward": 170, "backward": 260}
@@ -37,24 +33,17 @@ MOST = {"forward": 170, "backward": 260}
 
 def stand_in() -> SimpleNamespace:
     """Prepared launches that launch nothing."""
-    base = 2 * TILE
-    slices = SliceTable(np.array([[0, ROWS, 0, ROWS, 1], [0, ROWS, base, base + 8, 0]]))
-    mask = RemoteMask(slices, ROWS, base, np.zeros(1, dtype=np.int32), Pace(np.array([1e-3])), 1)
     stream_order = StreamOrder(lambda: SimpleNamespace(record=lambda stream: None, cuda_event=1), object)
     nothing = lambda *_: None  # noqa: E731
     return SimpleNamespace(
-        forward=RemoteKeys(mask, b""), backward=RemoteKeys(mask, b""), check=nothing, reduce=nothing,
+        forward=remote_keys(), backward=remote_keys(), check=nothing, reduce=nothing,
         group=SimpleNamespace(enter=lambda s: stream_order.enter(s, False)), is_current=lambda: True,
     )  # fmt: skip
 
 
 def layer_in_one_launch(monkeypatch):
     """A function of q, k, v that goes the way of a layer on a GPU, up to the launches."""
-    ffa, library = backend()
-    for name in ("forward_remote_raw", "backward_remote_raw"):
-        monkeypatch.setattr(library, name, lambda *_: 0, raising=False)
-    monkeypatch.setattr(library, "backward_tile", lambda *_: FfaTile(TILE, 2, 1))
-    launches, one = stand_in(), object.__new__(FusedAttention)
+    ffa, launches, one = remote_backend(), stand_in(), object.__new__(FusedAttention)
     one.part = SimpleNamespace(slices=launches.forward.mask.slices)
     one.cache, one._wire, one._transport = PlanCache(), None, None
     plan = build_plan(SliceTable(np.array([[0, ROWS, 0, ROWS, 1]])), ROWS, 1)
