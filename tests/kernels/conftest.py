@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Oracles and harnesses are found by all tests of kernels; fixtures of those that call the public function on simulated
-kernels."""
+"""Oracles, also those of GPU tests, and harnesses are found by all tests of kernels; fixtures of those that call the
+public function on simulated kernels."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path[:0] = [str(Path(__file__).parent / name) for name in ("oracles", "harness")]
+sys.path[:0] = [str(Path(__file__).parent / name) for name in ("oracles", "harness", "../gpu")]
 from ffa_simulator import public_backend  # noqa: E402
 from known_case import KNOWN, Case  # noqa: E402
 

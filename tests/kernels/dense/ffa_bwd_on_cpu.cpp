@@ -14,9 +14,5 @@
 #include "ffa/sm90/bwd/launch.cuh"
 #include "ffa/sm90/tiles.cu"
 
-MAGI_FFA_INSTANCE(bwd, magi::bf16, 64, 64)
-MAGI_FFA_INSTANCE(bwd, magi::bf16, 96, 96)
-MAGI_FFA_INSTANCE(bwd, magi::bf16, 192, 128)
-MAGI_FFA_INSTANCE(bwd, magi::bf16, 192, 192)
-MAGI_FFA_INSTANCE(bwd, magi::bf16, 256, 256)
-MAGI_FFA_INSTANCE(bwd, magi::fp16, 128, 128)
+#define MAGI_VARIANT(kind, dtype, d, dv) MAGI_FFA_INSTANCE(kind, magi::dtype, d, dv)
+MAGI_VARIANTS_ON_CPU

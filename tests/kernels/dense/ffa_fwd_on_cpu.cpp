@@ -15,9 +15,5 @@
 #include "ffa/sm90/fwd/launch.cuh"
 #include "ffa/sm90/tiles.cu"
 
-MAGI_FFA_INSTANCE(fwd, magi::bf16, 64, 64)
-MAGI_FFA_INSTANCE(fwd, magi::bf16, 96, 96)
-MAGI_FFA_INSTANCE(fwd, magi::fp16, 128, 128)
-MAGI_FFA_INSTANCE(fwd, magi::fp16, 192, 128)
-MAGI_FFA_INSTANCE(fwd, magi::fp16, 192, 192)
-MAGI_FFA_INSTANCE(fwd, magi::bf16, 256, 256)
+#define MAGI_VARIANT(kind, dtype, d, dv) MAGI_FFA_INSTANCE(kind, magi::dtype, d, dv)
+MAGI_VARIANTS_ON_CPU

@@ -3,14 +3,15 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from hopper_library import HopperOnCpu, hopper_library, hopper_on_cpu, random_dropout
+from backward_oracle import assert_grads, make_dout, options_of, truth
+from forward_oracle import Inputs, dense, make_inputs
+from hopper_library import HopperOnCpu, random_dropout, random_problem
 from schedule_oracle import plan_of
 
 from magi_attention.common.slices import to_dense
@@ -23,10 +24,6 @@ from magi_attention.kernels.reference.operands import delta_with_dlse
 from magi_attention.kernels.types import AttnOptions, BackwardOperands, Grads, Operands
 from magi_attention.native.planner.schedule import BwdSchedule
 from magi_attention.testing import masks
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "gpu"))
-from backward_oracle import assert_grads, make_dout, options_of, truth  # noqa: E402
-from forward_oracle import Inputs, dense, make_inputs  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("planner")
 
@@ -49,25 +46,8 @@ def segments_of_tiles(x: Inputs) -> float:
     return len(plan.records) / len(plan.tiles)
 
 
-@pytest.fixture(scope="module")
-def library(compile_folder):
-    return hopper_library(compile_folder / "ffa_bwd", SOURCE)
-
-
-@pytest.fixture
-def hopper(library):
-    with hopper_on_cpu(library) as device:
-        yield device
-
-
 def random_inputs(seed: int, most: int, **options) -> Inputs:
-    rng = np.random.default_rng(seed)
-    tq, tk = (int(n) for n in rng.integers(1, most, 2))
-    slices = masks.random_slices(rng, tq, tk, max_slices=int(rng.integers(1, 10)))
-    if seed % 3 == 2:  # no row that sees nothing, and none that is not seen, but for some of a causal mask
-        slices = np.array([[0, tq, 0, tk, rng.integers(2)]])
-    dtype, dims = KINDS[seed % 4]
-    return make_inputs(seed, slices, tq, tk, HEADS[seed // 4 % 4], dims, dtype, "cpu", **options)
+    return random_problem(seed, most, KINDS, HEADS, **options)[1]
 
 
 def differentiate(hopper: HopperOnCpu, x: Inputs, dout, forward, deterministic: bool, delta=None) -> Grads:

@@ -3,14 +3,14 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from hopper_library import HopperOnCpu, hopper_library, hopper_on_cpu, random_dropout
+from forward_oracle import NEG_INF, Inputs, Result, assert_right, dense, make_inputs
+from hopper_library import HopperOnCpu, random_dropout, random_problem
 
 from magi_attention.common.mask import Mask
 from magi_attention.common.slices import to_dense
@@ -21,9 +21,6 @@ from magi_attention.kernels.types import AttnOptions, Operands, Partial
 from magi_attention.native import abi
 from magi_attention.native.planner.tile_plan import TilePlan
 from magi_attention.testing import masks
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "gpu"))
-from forward_oracle import NEG_INF, Inputs, Result, assert_right, dense, make_inputs  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("planner")
 
@@ -39,25 +36,8 @@ KINDS = (
 HEADS = ((4, 2), (5, 1), (3, 3), (8, 1))
 
 
-@pytest.fixture(scope="module")
-def library(compile_folder):
-    return hopper_library(compile_folder / "ffa_fwd", SOURCE)
-
-
-@pytest.fixture
-def hopper(library):
-    with hopper_on_cpu(library) as device:
-        yield device
-
-
 def random_inputs(seed: int, most: int = 420, **options) -> tuple[np.random.Generator, Inputs]:
-    rng = np.random.default_rng(seed)
-    tq, tk = (int(n) for n in rng.integers(1, most, 2))
-    slices = masks.random_slices(rng, tq, tk, max_slices=int(rng.integers(1, 10)))
-    if seed % 3 == 2:  # no row that sees nothing, and none that is not seen, but for some of a causal mask
-        slices = np.array([[0, tq, 0, tk, rng.integers(2)]])
-    dtype, dims = KINDS[seed % 6]
-    return rng, make_inputs(seed, slices, tq, tk, HEADS[seed // 6 % 4], dims, dtype, "cpu", **options)
+    return random_problem(seed, most, KINDS, HEADS, **options)
 
 
 def attend(hopper: HopperOnCpu, x: Inputs, with_max: bool = False) -> Result:

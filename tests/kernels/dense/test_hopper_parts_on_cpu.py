@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hopper_library import aligned, at, hopper_library
+from hopper_library import aligned, at
 
 SOURCE = Path(__file__).with_name("hopper_parts_on_cpu.cpp")
 MISTAKES = {  # what the kernel leaves out, and what is said then
@@ -29,19 +29,13 @@ MISTAKES = {  # what the kernel leaves out, and what is said then
 }
 
 
-@pytest.fixture(scope="module")
-def library(compile_folder):
-    found = hopper_library(compile_folder / "hopper_parts", SOURCE)
-    found.multiply.restype = ctypes.c_char_p
-    return found
-
-
 def product(library, a_major: int, b_major: int, registers: int, seed: int, mistake: int = 0):
     """What went wrong or None, the product of random operands (64, 64), added twice, and its truth."""
     generator = torch.Generator().manual_seed(seed)
     a, b = (torch.randn(64, 64, generator=generator).bfloat16() for _ in range(2))
     stored_a, stored_b = aligned(a.T if a_major else a), aligned(b.T if b_major else b)
     out = aligned(torch.zeros(64, 64, dtype=torch.bfloat16))
+    library.multiply.restype = ctypes.c_char_p
     error = library.multiply(
         at(stored_a), at(stored_b), at(out), a_major, b_major, registers, mistake, ctypes.c_uint64(seed)
     )

@@ -8,6 +8,7 @@ import ctypes
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from ffa_simulator import CpuRuntime
@@ -18,6 +19,7 @@ from magi_attention.kernels.ffa import forward as ffa_forward
 from magi_attention.kernels.ffa.backend import FfaBackend
 from magi_attention.kernels.ffa.plans import Kept, KeptOrder
 from magi_attention.native.ffa import FfaLibrary
+from magi_attention.testing import masks
 from magi_attention.testing.libraries import compiled_or_skip, csrc_or_skip
 
 STAND_INS = Path(__file__).parents[1] / "emulator"
@@ -65,6 +67,20 @@ def random_dropout(seed: int, share: float, queries: int, keys: int) -> DropoutM
     """A mask of pairs at random positions."""
     positions = torch.randperm(queries + keys, generator=torch.Generator().manual_seed(seed), dtype=torch.int32)
     return DropoutMask(Dropout(share, seed), *(x.clone() for x in positions.split((queries, keys))))
+
+
+def random_problem(seed: int, most: int, kinds, heads, **options) -> tuple:
+    """A generator, and inputs of up to ``most`` tokens, of the seed's one of ``kinds``, (dtype, head dims), and
+    ``heads``."""
+    from forward_oracle import make_inputs  # of tests/gpu
+
+    rng = np.random.default_rng(seed)
+    tq, tk = (int(n) for n in rng.integers(1, most, 2))
+    slices = masks.random_slices(rng, tq, tk, max_slices=int(rng.integers(1, 10)))
+    if seed % 3 == 2:  # no row that sees nothing, and none that is not seen, but for some of a causal mask
+        slices = np.array([[0, tq, 0, tk, rng.integers(2)]])
+    dtype, dims = kinds[seed % len(kinds)]
+    return rng, make_inputs(seed, slices, tq, tk, heads[seed // len(kinds) % len(heads)], dims, dtype, "cpu", **options)
 
 
 class HopperOnCpu:
