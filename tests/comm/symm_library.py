@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels that move and add rows over NVLink, compiled for the CPU, and ranks in threads that share buffers."""
+"""The kernels that move and add rows over NVLink on the CPU, and ranks in threads that share buffers."""
 
 from __future__ import annotations
 
 import ctypes
 import re
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,35 +17,42 @@ from magi_attention.comm.symm.buffers import SymmBuffer, SymmGroup
 from magi_attention.comm.transport.streams import OrderedStream
 from magi_attention.testing.libraries import compiled_or_skip, csrc_or_skip
 
+sys.path.append(str(Path(__file__).parents[1] / "kernels" / "harness"))
+from hopper_library import FLAGS, STAND_INS  # noqa: E402
+
 SOURCE = Path(__file__).with_name("symm_on_cpu.cpp")
-HERE = tuple(f"comm/symm/{name}.cuh" for name in ("signal", "pipeline", "accumulate", "barrier"))
-PTX = r'asm volatile\("cp\.async\.bulk\.wait_group %0;" ::"n"\((\w+)\) : "memory"\);'
-
-
-def for_the_cpu(text: str) -> str:
-    """Without launchers, headers of CUDA and PTX: what those do is in ``symm_on_cpu.cpp``."""
-    text = text.split('extern "C"')[0]
-    text = re.sub(
-        r'#include [<"]([^>"]+)[>"]\n', lambda m: m[0] if m[1] in HERE or m[1].startswith("magi/") else "", text
-    )
-    text = re.sub(PTX, lambda m: f"bulk_wait({m[1]});", text)
-    text = text.replace("extern __shared__", "extern")
-    assert "asm" not in text
-    return text
+KERNELS = ("put", "unpack", "recv_reduce", "reduce")
+REPLACED = {  # PTX in a kernel, and shared memory, which is magi::raw on the CPU
+    r'asm volatile\("cp\.async\.bulk\.wait_group %0;" ::"n"\((\w+)\).*?;': r"hopper::wait_for_stores<\1, false>();",
+    r"extern __shared__ (?:__align__\(1024\) )?(\w+) (\w+)\[\];": r"\1* \2 = reinterpret_cast<\1*>(magi::raw);",
+}
 
 
 def compiled(folder: Path) -> ctypes.CDLL:
     csrc, folder = csrc_or_skip(), folder / "buffers"
 
     def write_sources() -> None:
-        (folder / "comm" / "symm").mkdir(parents=True, exist_ok=True)
-        for file in sorted((csrc / "comm" / "symm").glob("*.cu*")):
-            (folder / "comm" / "symm" / file.name).write_text(for_the_cpu(file.read_text()))
+        made = folder / "comm" / "symm"
+        made.mkdir(parents=True, exist_ok=True)
+        for name in KERNELS:
+            text = (csrc / "comm" / "symm" / f"{name}.cu").read_text().split('extern "C"')[0]
+            for pattern, on_cpu in REPLACED.items():
+                text = re.sub(pattern, on_cpu, text)
+            assert "asm" not in text
+            (made / f"{name}.cu").write_text(text)
 
-    flags = ("-O1", "-pthread", "-Wno-unknown-pragmas", "-Wno-unused-function")
-    found = compiled_or_skip(folder, [SOURCE], [folder, csrc / "include"], *flags, prepare=write_sources)
+    found = compiled_or_skip(
+        folder, [SOURCE], [folder, STAND_INS, csrc, csrc / "include"], *FLAGS, prepare=write_sources
+    )
     found.control_bytes.restype = ctypes.c_int64
+    for name in (*KERNELS, "release", "rank_barrier"):
+        run = getattr(found, name)
+        run.restype, run.errcheck = ctypes.c_char_p, raise_error
     return found
+
+
+def raise_error(error: bytes | None, *_: object) -> None:
+    assert error is None, error.decode()
 
 
 class Launches:
