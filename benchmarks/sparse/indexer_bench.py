@@ -46,8 +46,8 @@ LOCAL_BLOCKS = 1
 
 
 @dataclass
-class IndexerResult:
-    """``kernels``: milliseconds of each kernel of one call, by its name."""
+class Timed:
+    """What an implementation took. ``kernels``: milliseconds of each kernel of one call, by its name."""
 
     seqlen: int
     name: str
@@ -55,8 +55,12 @@ class IndexerResult:
     p10_us: float = 0.0
     p90_us: float = 0.0
     tflops: float = 0.0
-    reason: str = ""
     kernels: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class IndexerResult(Timed):
+    reason: str = ""
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -128,11 +132,16 @@ def draw(seqlen: int, options: argparse.Namespace, device: str) -> Inputs:
     return normal(seqlen, heads, dim).to(dtype), normal(seqlen, dim).to(dtype), weights
 
 
+def some_rows(q: torch.Tensor) -> torch.Tensor:
+    """Those of the queries that are compared."""
+    sample = sample_rows(len(q))
+    return torch.from_numpy(sample[:: -(-len(sample) // SAMPLE)]).to(q.device)
+
+
 def check(lists: torch.Tensor, inputs: Inputs, options: argparse.Namespace) -> None:
     """A sample of the queries against scores in float64."""
     q, k, weights = inputs
-    sample = sample_rows(len(q))
-    rows = torch.from_numpy(sample[:: -(-len(sample) // SAMPLE)]).to(q.device)
+    rows = some_rows(q)
     bounds = torch.stack((torch.zeros_like(rows), rows + 1), 1)
     weights = None if weights is None else weights[rows]
     of = lists[rows], q[rows], k
@@ -154,9 +163,8 @@ def kernels_of(call: Callable[[], torch.Tensor]) -> dict[str, float]:
     return dict(sorted(((n, t) for n, t in found.items() if t > 0), key=lambda item: -item[1]))
 
 
-def run_case(seqlen: int, options: argparse.Namespace, makers: dict[str, Make]) -> list[IndexerResult]:
-    """All implementations on one length; its tensors live as long as this function runs."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+def run_case(options: argparse.Namespace, makers: dict[str, Make], seqlen: int, device: str) -> list[IndexerResult]:
+    """All implementations on one length."""
     inputs = draw(seqlen, options, device)
     results = {name: IndexerResult(seqlen, name) for name in makers}
     failed: dict[str, str] = {}
@@ -184,16 +192,32 @@ def run_case(seqlen: int, options: argparse.Namespace, makers: dict[str, Make]) 
     return list(results.values())
 
 
-def show(results: Sequence[IndexerResult], block_size: int) -> None:
+def show(block_size: int, results: Sequence[IndexerResult]) -> None:
     rows = [("tokens", "", "ms", "TFLOP/s", "why not")]
     for r in results:
         figures = ("", "") if r.reason else (f"{r.median_us / 1e3:.3f}", f"{r.tflops:.0f}")
         rows.append((size_of(r.seqlen), r.name, *figures, r.reason))
     what = f"blocks of {block_size} keys" if block_size else "keys"
     show_table(f"Best {what} of an indexer, causal", rows)
-    parts = [(size_of(r.seqlen), r.name, n, f"{ms:.3f}") for r in results for n, ms in r.kernels.items()]
-    if parts:
-        show_table("Kernels", [("tokens", "", "kernel", "ms"), *parts])
+
+
+def sweep(options: argparse.Namespace, run: Callable[[int, str], list], show: Callable[[list], None], **more) -> list:
+    """Results of all lengths, shown and written length by length, ``more`` beside them. What ``run`` makes for a length
+    and a device lives as long as it runs."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu":
+        print("torch sees no GPU, so this runs on the CPU: give short lengths. The times say nothing about GPUs.")
+    results: list = []
+    for seqlen in options.seqlens:
+        found = run(seqlen, device)
+        show(found)
+        parts = [(size_of(r.seqlen), r.name, n, f"{ms:.3f}") for r in found for n, ms in r.kernels.items()]
+        if parts:
+            show_table("Kernels", [("tokens", "", "kernel", "ms"), *parts])
+        results += found
+        if options.out:
+            write_results(options.out, plain_settings(options), results=[asdict(r) for r in results], **more)
+    return results
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -207,15 +231,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if unknown:
             parser.error(f"{', '.join(unknown)}: not installed here; there are {', '.join(makers)}.")
         makers = {n: makers[n] for n in makers if n in options.only}
-    if not torch.cuda.is_available():
-        print("torch sees no GPU, so this runs on the CPU: give short lengths. The times say nothing about GPUs.")
-    results: list[IndexerResult] = []
-    for seqlen in options.seqlens:
-        found = run_case(seqlen, options, makers)
-        show(found, options.block_size)
-        results += found
-        if options.out:
-            rows = [asdict(r) for r in results]
-            lacking = missing({"cudnn_flex": PEERS["cudnn_flex"]})
-            write_results(options.out, plain_settings(options), results=rows, missing=lacking)
+    run, lacking = partial(run_case, options, makers), missing({"cudnn_flex": PEERS["cudnn_flex"]})
+    results = sweep(options, run, partial(show, options.block_size), missing=lacking)
     return 1 if any(r.name == "magi" and r.reason for r in results) else 0

@@ -17,7 +17,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -26,10 +26,8 @@ sys.path[:0] = [str(Path(__file__).resolve().parent), *(str(p) for p in Path(__f
 
 import torch  # noqa: E402
 from case_options import DTYPES, list_of, parse_size  # noqa: E402
-from indexer_bench import kernels_of  # noqa: E402
+from indexer_bench import Timed, kernels_of, some_rows, sweep  # noqa: E402
 from kernel import size_of  # noqa: E402
-from reference import sample_rows  # noqa: E402
-from result_file import plain_settings, write_results  # noqa: E402
 
 from magi_attention.api import index_attn_func, indexer_kl, prepare_indices  # noqa: E402
 from magi_attention.benchmarking.timing import LONG_LEAD_CYCLES, interleaved_us, summary  # noqa: E402
@@ -37,23 +35,13 @@ from magi_attention.cli.common import show_table  # noqa: E402
 from magi_attention.kernels.index_attn import with_readers  # noqa: E402
 from magi_attention.testing.indexer_kl import KlProblem, assert_near  # noqa: E402
 
-SAMPLE = 16  # queries that are compared
 Call = Callable[[], object]
 T = TypeVar("T")
 
 
 @dataclass
-class KlResult:
-    """``share``: of the time of the attention's backward. ``kernels``: milliseconds of each kernel of one call."""
-
-    seqlen: int
-    name: str
-    median_us: float = 0.0
-    p10_us: float = 0.0
-    p90_us: float = 0.0
-    tflops: float = 0.0
-    share: float = 0.0
-    kernels: dict[str, float] = field(default_factory=dict)
+class KlResult(Timed):
+    share: float = 0.0  # of the time of the attention's backward
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -87,8 +75,7 @@ def draw(seqlen: int, options: argparse.Namespace, device: str) -> KlProblem:
 
 def check(of: KlProblem, divergence: torch.Tensor, grads: Sequence[torch.Tensor]) -> None:
     """Those of a sample of queries; gradients of keys are sums over all queries."""
-    rows = sample_rows(len(of.q))
-    rows = torch.from_numpy(rows[:: -(-len(rows) // SAMPLE)]).to(of.q.device)
+    rows = some_rows(of.q)
     want, dq, _, dweights = of.of_queries(rows).truth()
     assert_near("divergence", divergence[rows], want, 1e-4)
     assert_near("dq_index", grads[0][rows], dq, 1e-2)
@@ -134,9 +121,8 @@ def operations(options: argparse.Namespace, seqlen: int) -> dict[str, int]:
     }  # fmt: skip
 
 
-def run_case(seqlen: int, options: argparse.Namespace) -> list[KlResult]:
-    """All of one length; its tensors live as long as this function runs."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+def run_case(options: argparse.Namespace, seqlen: int, device: str) -> list[KlResult]:
+    """All of one length."""
     calls = calls_of(draw(seqlen, options, device), options.head_dims[1])
     failed: dict[str, str] = {}
     times = {n: summary(t) for n, t in interleaved_us(calls, options.repeats, failed, LONG_LEAD_CYCLES, device).items()}
@@ -161,20 +147,9 @@ def show(results: Sequence[KlResult]) -> None:
     ms, share = (sum(getattr(of[n], x) for n in ("forward", "backward")) for x in ("median_us", "share"))
     rows.append((size_of(results[0].seqlen), "forward and backward", f"{ms / 1e3:.3f}", "", f"{share:.2f}"))
     show_table("The indexer's loss beside the attention's backward", rows)
-    parts = [(size_of(r.seqlen), r.name, n, f"{ms:.3f}") for r in results for n, ms in r.kernels.items()]
-    if parts:
-        show_table("Kernels", [("tokens", "", "kernel", "ms"), *parts])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = make_parser().parse_args(arguments)
-    if not torch.cuda.is_available():
-        print("torch sees no GPU, so this runs on the CPU: give short lengths. The times say nothing about GPUs.")
-    results: list[KlResult] = []
-    for seqlen in options.seqlens:
-        found = run_case(seqlen, options)
-        show(found)
-        results += found
-        if options.out:
-            write_results(options.out, plain_settings(options), results=[asdict(r) for r in results])
+    sweep(options, partial(run_case, options), show)
     return 0
