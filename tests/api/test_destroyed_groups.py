@@ -7,13 +7,11 @@ import gc
 import os
 import weakref
 
-import pytest
 import torch
 import torch.distributed as dist
 
 from magi_attention import api
 from magi_attention.api.keys.manager import DistAttnRuntimeDictManager
-from magi_attention.errors import ContractError
 from magi_attention.testing.spawn import run_processes
 
 TOTAL = 32
@@ -45,13 +43,7 @@ def main(rank: int, world: int) -> None:
         opened.append(num_open())
         assert known() is None
     assert opened[1:] == opened[:-1], opened
-    # Keys of a group that lives stay; one that is held says what became of its group.
-    assert api.get_most_recent_key(others) is kept_key
-    group = dist.new_group()
-    key = use(group)
-    dist.destroy_process_group(group)
-    with pytest.raises(ContractError, match="was destroyed"):
-        api.dispatch(torch.ones(TOTAL, 2, 16, requires_grad=True), key).sum().backward()
+    assert api.get_most_recent_key(others) is kept_key, "keys of a group that lives stay"
     use(others)
 
 

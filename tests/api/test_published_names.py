@@ -39,6 +39,14 @@ def test_published_parameters(module, name, parameters) -> None:
     assert all(p.default is not p.empty or p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL) for p in more), more
 
 
+@pytest.mark.parametrize("module", ("comm", "common", "magi_attn_ext", "testing"))
+def test_a_package_has_what_it_exports_and_nothing_else(module) -> None:
+    found = importlib.import_module(f"magi_attention.{module}")
+    assert found.__all__ and all(hasattr(found, name) for name in found.__all__)
+    with pytest.raises(AttributeError, match="nothing"):
+        found.nothing  # noqa: B018
+
+
 def test_the_list_is_whole() -> None:
     assert len(SECTIONS) >= 24 and sum(len(names.split()) for _, names in SECTIONS) >= 150
     assert len(SIGNATURES) >= 40

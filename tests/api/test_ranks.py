@@ -37,22 +37,6 @@ def causal_key(transport, total):
     return magi_attn_flex_key(full, full, "causal", total, total, **HEADS, pad_size=0, cp_group_or_mesh=transport)
 
 
-def test_fewer_tokens_than_ranks() -> None:
-    """The sequence is padded until every rank has a chunk."""
-    x = torch.randn(3, 2, 8, dtype=torch.float64)
-
-    def rank(transport):
-        key = causal_key(transport, 3)
-        local = dispatch(x, key)
-        assert len(local) == 1 and key.pad_size == 1
-        return undispatch(calc_attn(local, local, local, key)[0], key)
-
-    q = x.transpose(0, 1)
-    want = torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True).transpose(0, 1)
-    for out in FakeWorld(4).run(rank):
-        torch.testing.assert_close(out, want)
-
-
 def test_own_partition_through_a_hand_made_dispatch_meta() -> None:
     """Zig-zag shards, as one client injects them."""
     world, chunk, total = 2, 4, 16

@@ -75,17 +75,7 @@ def test_the_arguments_reach_the_build():
 
 def test_labels():
     labels = dict(re.findall(r'(org\.opencontainers\.image\.[\w.]+|com\.magi\.\w+)="([^"]*)"', stages()["runtime"]))
-    wanted = {
-        "title",
-        "description",
-        "licenses",
-        "version",
-        "revision",
-        "created",
-        "source",
-        "base.name",
-        "base.digest",
-    }
+    wanted = {*"title description licenses version revision created source base.name base.digest".split()}
     assert {name.partition("image.")[2] for name in labels if name.startswith("org")} == wanted
     assert labels["org.opencontainers.image.base.digest"] == "${BASE_DIGEST}"
     assert labels["com.magi.cuda_archs"] == "${ARCHS}"
@@ -187,9 +177,7 @@ def test_magi_bench_runs_on_what_the_runtime_image_has(tmp_path):
             shutil.copyfile(ROOT / source, tmp_path / target)
     command = [sys.executable, "-m", "magi_attention.cli", *look.BENCH[1:], "--heads", "2,1", "--head-dim", "16"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "MAGI_SOURCES": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=DEADLINE_S
-    )
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=DEADLINE_S)
     assert done.returncode == 0, done.stderr[-3000:]
     assert look.last_line(done.stdout, "Page:") and list(tmp_path.rglob("*.html"))
 

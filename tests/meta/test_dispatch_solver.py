@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 
 from magi_attention.config import (
@@ -118,30 +119,21 @@ def test_exact_algorithms_agree_with_brute_force() -> None:
     for _ in range(60):
         work = [rng.randrange(0, 30) for _ in range(rng.randrange(1, 9))]
         k = rng.randrange(1, 5)
-        best = _brute(work, [0] * k)
+        best = least(work, k)
         assert solve(DPDispatchAlg(), work, k).minimax_workload == best
         assert solve(BSDispatchAlg(), work, k).minimax_workload == best
         if len(work) % k == 0:
             exact = solve(BTPDispatchAlg(), work, k)
             check_assignment(exact, work, k, equal=True)
-            assert exact.minimax_workload == _brute(work, [0] * k, [len(work) // k] * k)
+            assert exact.minimax_workload == least(work, k, is_equal=True)
 
 
-def _brute(work, loads, room=None):
-    if not work:
-        return max(loads)
-    best = float("inf")
-    for b in range(len(loads)):
-        if room is not None and not room[b]:
-            continue
-        loads[b] += work[0]
-        if room is not None:
-            room[b] -= 1
-        best = min(best, _brute(work[1:], loads, room))
-        loads[b] -= work[0]
-        if room is not None:
-            room[b] += 1
-    return best
+def least(work, k, is_equal=False):
+    """By all assignments."""
+    ranks = np.indices((k,) * len(work)).reshape(len(work), -1)
+    on_rank = [ranks == rank for rank in range(k)]
+    most = np.max([np.array(work) @ on for on in on_rank], axis=0)
+    return most[np.all([on.sum(axis=0) == len(work) // k for on in on_rank], axis=0)].min() if is_equal else most.min()
 
 
 def test_min_heap_leaves_no_rank_empty() -> None:

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from attn_oracle import NEG_INF, assert_same, make_case, truth
+from attn_oracle import assert_same, make_case, truth
 
 from magi_attention.common.enum import AttnMaskType
 from magi_attention.common.forward_meta import AttnForwardMeta
@@ -232,31 +232,6 @@ def test_environment_decides_about_checks_and_backend(monkeypatch):
     monkeypatch.setenv("MAGI_ATTENTION_KERNEL_BACKEND", "fa4")
     with pytest.raises(NoBackendError, match="fa4"):
         flex_flash_attn_func(*args)
-
-
-def test_index_lists_forward_and_backward():
-    gen = torch.Generator().manual_seed(3)
-    tokens, kv_heads, group, total_k, topk = 10, 2, 3, 24, 8
-    rows = tokens * kv_heads
-    q, dout = (torch.randn(rows, group, 16, generator=gen, dtype=torch.float64) for _ in range(2))
-    k, v = (torch.randn(total_k, 1, 16, generator=gen, dtype=torch.float64) for _ in range(2))
-    ids = torch.full((tokens, kv_heads, topk), -1, dtype=torch.int32)
-    allowed = torch.zeros(rows, total_k, dtype=torch.bool)
-    for r in range(rows):
-        chosen = torch.randperm(total_k, generator=gen)[: r % (topk + 1)]
-        ids.view(rows, topk)[r, : len(chosen)] = chosen
-        allowed[r, chosen] = True
-    for x in (q, k, v):
-        x.requires_grad_()
-    out, meta = flex_flash_attn_func(q, k, v, index_attn_indices=ids, index_attn=True)
-    s = torch.einsum("rgd,kd->rgk", q, k[:, 0]) / 4
-    empty = ~allowed.any(1)
-    safe = s.masked_fill(~allowed[:, None], NEG_INF).masked_fill(empty[:, None, None], 0.0)
-    want = torch.einsum("rgk,kd->rgd", torch.softmax(safe, -1).masked_fill(empty[:, None, None], 0.0), v[:, 0])
-    assert empty.any() and torch.allclose(out, want, atol=1e-12)
-    assert (meta.lse[empty] == NEG_INF).all()
-    for a, b in zip(*(torch.autograd.grad(y, (q, k, v), dout) for y in (out, want))):
-        assert torch.allclose(a, b, atol=1e-12)
 
 
 def test_ranges_may_change_between_calls_but_not_before_backward():
