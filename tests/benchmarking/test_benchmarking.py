@@ -2,6 +2,7 @@
 """Timing on the CPU, tables, CSV round trips, plots."""
 
 import base64
+import itertools
 import subprocess
 import sys
 import types
@@ -182,12 +183,22 @@ def test_rounds_that_warm_up_and_what_runs_before_each_do_not_count(clock):
     assert {n: len(us) for n, us in found.items()} == {"a": 4, "b": 4, "c": 4}
 
 
-def test_a_call_that_fails_leaves_or_ends_the_measurement(clock):
+def test_a_call_that_fails_leaves_or_ends_the_measurement(clock, monkeypatch):
+    """In the warm-up or while it is timed; each call follows a lead."""
+    leads, counts = [], itertools.count()
+    cpu = timing.Clock(torch.device("cpu"))
+    monkeypatch.setattr(cpu, "idle", leads.append, raising=False)
+
     def bad():
-        raise ValueError("no memory")
+        raise torch.OutOfMemoryError("no memory")
+
+    def late():
+        if next(counts) == 2:
+            raise RuntimeError("launch failed")
 
     failed = {}
-    found = timing.interleaved_us({"good": lambda: None, "bad": bad}, 2, failed, device="cpu")
-    assert list(found) == ["good"] and failed == {"bad": "ValueError: no memory"}
-    with pytest.raises(ValueError, match="no memory"):
+    found = timing.interleaved_us({"good": lambda: None, "bad": bad, "late": late}, 5, failed, 77, clock=cpu)
+    assert found == {"good": [0.0] * 5} and leads == [77] * 7
+    assert failed == {"bad": "OutOfMemoryError: no memory", "late": "RuntimeError: launch failed"}
+    with pytest.raises(torch.OutOfMemoryError, match="no memory"):
         timing.interleaved_us({"bad": bad}, 2, None, device="cpu")

@@ -15,7 +15,6 @@ import reference
 import torch
 import torch._functorch.config as functorch
 
-from magi_attention.benchmarking import timing
 from magi_attention.kernels import AttnOptions, SdpaOnlineBackend
 from magi_attention.kernels.types import BackwardOperands, Operands
 
@@ -137,39 +136,6 @@ def test_wrong_and_failing_gradients_are_not_timed(monkeypatch):
     assert results["half"].reason.startswith("wrong: relative error 0.5 of dv")
     assert results["none"].reason == "OutOfMemoryError: Tried to allocate 2.00 GiB"
     assert results["cudnn"].reason.startswith("TypeError")
-
-
-class FakeEvent:
-    def __init__(self, **options):
-        pass
-
-    def record(self):
-        pass
-
-    def elapsed_time(self, other):
-        return 0.25
-
-
-def test_a_call_that_fails_while_timed_leaves_the_others(monkeypatch):
-    slept = []
-    monkeypatch.setattr(timing, "WARM_UP_SECONDS", 0.01)
-    monkeypatch.setattr(timing.torch, "empty", lambda *a, **k: torch.zeros(1))
-    cuda = SimpleNamespace(synchronize=lambda _: None, Event=FakeEvent, _sleep=slept.append)
-    monkeypatch.setattr(timing.torch, "cuda", cuda)
-    counts = {"early": 0, "late": 0}
-
-    def early():
-        raise torch.OutOfMemoryError("no memory")
-
-    def late():
-        counts["late"] += bool(slept)
-        if counts["late"] == 2:
-            raise RuntimeError("launch failed")
-
-    failed: dict[str, str] = {}
-    times = timing.interleaved_us({"good": lambda: None, "early": early, "late": late}, 5, failed, 77)
-    assert times == {"good": [250.0] * 5} and set(slept) == {77}
-    assert failed == {"early": "OutOfMemoryError: no memory", "late": "RuntimeError: launch failed"}
 
 
 def test_single_draws_and_what_a_file_says(monkeypatch, tmp_path, capsys):

@@ -30,40 +30,20 @@ def clean(monkeypatch):
 DEFAULTS = {
     "general": {
         "log_level": logging.WARNING,
-        "is_sanity_check_enable": False,
-        "is_flatten_head_groups_enable": False,
         "kernel_backend": Backend.FFA,
         "precision": None,
-        "is_cuda_device_max_connections_one": False,
-        "is_deterministic_mode_enable": False,
-        "is_profile_mode_enable": False,
-        "is_auto_range_merge_enable": False,
-        "is_cat_gqa_enable": False,
-        "dist_attn_backward_hide_tail_reduce": False,
         "dist_attn_runtime_dict_size": 1000,
         "min_chunks_per_rank": 8,
-        "is_cpp_backend_enable": False,
     },
     "comm": {
-        "is_hierarchical_comm_enable": False,
         "ffa_fwd_sm_margin_save_for_comm": 4,
         "ffa_bwd_sm_margin_save_for_comm": 4,
-        "is_qo_comm_enable": False,
-        "is_fwd_high_precision_reduce_enable": False,
-        "is_bwd_high_precision_reduce_enable": False,
-        "is_native_grpcoll_enable": False,
         "dsink_all_reduce_op": "none",
     },
     "build": {
-        "is_no_build_cache": False,
         "workspace_base_dir": str(Path.home()),
-        "is_force_jit_build": False,
-        "is_build_verbose": False,
-        "is_build_debug": False,
         "nvcc_threads": 4,
         "max_jobs": None,
-        "is_prebuild_ffa": True,
-        "is_skip_cuda_build": False,
         "cuda_home": "",
         "cxx": "c++",
     },
@@ -103,6 +83,7 @@ FLAG_GETTERS = {
 @pytest.mark.parametrize("name", FLAG_GETTERS)
 @pytest.mark.parametrize("text, on", [("1", True), ("0", False), ("", False), ("true", False), ("01", False)])
 def test_a_flag_is_on_iff_it_is_1(monkeypatch, name, text, on):
+    assert FLAG_GETTERS[name]() is (name == "PREBUILD_FFA"), "unless it is said"
     monkeypatch.setenv("MAGI_ATTENTION_" + name, text)
     assert FLAG_GETTERS[name]() is on
 
@@ -177,6 +158,7 @@ def test_node_sizes_and_the_node_of_the_launcher(monkeypatch):
 
 
 def test_sm_margins_follow_connections_and_native(monkeypatch):
+    assert not env.general.is_cuda_device_max_connections_one()
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     assert env.general.is_cuda_device_max_connections_one()
     assert env.comm.ffa_fwd_sm_margin_save_for_comm() == 0
