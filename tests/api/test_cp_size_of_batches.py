@@ -8,18 +8,12 @@ import random
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 
 from magi_attention.api import Mask, attend, make_plan
+from magi_attention.testing.ref_attn import ref_attn_func
 from magi_attention.testing.spawn import run_processes
 
 WORLD, HEADS, D = 4, (4, 2, 2), 8
-
-
-def dense(q, k, v, mask):
-    heads = (x.transpose(0, 1) for x in (q, k, v))
-    allowed = torch.from_numpy(mask.to_dense())
-    return F.scaled_dot_product_attention(*heads, attn_mask=allowed, enable_gqa=True).transpose(0, 1)
 
 
 def check_step(seed: int, size: int, group: dist.ProcessGroup, rank: int) -> None:
@@ -30,7 +24,7 @@ def check_step(seed: int, size: int, group: dist.ProcessGroup, rank: int) -> Non
     whole = [torch.randn(mask.total_q, h, D, dtype=torch.float64, generator=generator) for h in (*HEADS, HEADS[0])]
     q, k, v, dout = whole
     wanted_of = [x.clone().requires_grad_() for x in (q, k, v)]
-    wanted = dense(*wanted_of, mask)
+    wanted, _ = ref_attn_func(*wanted_of, torch.from_numpy(mask.to_dense()))
     wanted.backward(dout)
 
     plan = make_plan(mask, size)

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from magi_attention.api import Mask, attend, gradients, make_plan, set_gradient_sum, sum_gradients
 from magi_attention.errors import ContractError, UnsupportedError
+from magi_attention.testing.ref_attn import ref_attn_func
 from magi_attention.testing.spawn import run_processes
 
 VOCABULARY, HEADS, D = 11, 2, 4
@@ -54,12 +55,7 @@ def one_process(dp: int) -> list[torch.Tensor]:
         plan = make_plan(Mask.varlen(SEQUENCES[replica], causal=True), 1)
         tokens = tokens_of(replica)
         allowed = torch.from_numpy(Mask.varlen(SEQUENCES[replica], causal=True).to_dense())
-
-        def attention(q, k, v, allowed=allowed):
-            q, k, v = (x.transpose(0, 1) for x in (q, k, v))
-            return F.scaled_dot_product_attention(q, k, v, attn_mask=allowed).transpose(0, 1)
-
-        logits = model(tokens, attention)
+        logits = model(tokens, lambda q, k, v, allowed=allowed: ref_attn_func(q, k, v, allowed)[0])
         ends = torch.tensor(SEQUENCES[replica][1:]) - 1
         labels = tokens.roll(-1).index_fill(0, ends, -100)
         assert torch.equal(labels, plan.labels(tokens))

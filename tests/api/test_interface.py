@@ -26,6 +26,7 @@ from magi_attention.api import (
     roll,
     undispatch,
 )
+from magi_attention.testing.ref_attn import ref_attn_func
 
 HEADS = dict(num_heads_q=4, num_heads_kv=2, head_dim=8)
 
@@ -47,13 +48,7 @@ def test_one_rank_end_to_end(group) -> None:
     local = [dispatch(x, key) for x in (q, k, v)]
     out, meta = calc_attn(*local, key, softmax_scale=0.3)
     mask = torch.from_numpy(api.Mask.varlen([0, 10, 24], causal=True).to_dense())
-    expected = torch.nn.functional.scaled_dot_product_attention(
-        q.transpose(0, 1),
-        k.transpose(0, 1).repeat_interleave(2, 0),
-        v.transpose(0, 1).repeat_interleave(2, 0),
-        attn_mask=mask,
-        scale=0.3,
-    ).transpose(0, 1)
+    expected, _ = ref_attn_func(q, k, v, mask, softmax_scale=0.3)
     torch.testing.assert_close(undispatch(out, key), expected, atol=1e-5, rtol=1e-5)
     assert meta.lse.shape == (24, 4) and meta.lse.dtype == torch.float32 and meta.max_logits is None
     assert calc_attn(*local, key, return_max_logits=True)[1].max_logits.shape == (4,)

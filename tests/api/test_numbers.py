@@ -14,6 +14,7 @@ from magi_attention.common.ranges import AttnRanges
 from magi_attention.errors import ContractError
 from magi_attention.functional.fa4 import fa4_fwd, ffa_fa4_func
 from magi_attention.functional.sdpa import sdpa_fwd, sdpa_online_fwd
+from magi_attention.testing.ref_attn import ref_attn_func
 
 TOTAL = 24
 RANGES = torch.tensor([[0, TOTAL]], dtype=torch.int32)
@@ -43,10 +44,8 @@ def call(request, group):
 
 
 def truth(x: torch.Tensor, softmax_scale: float = 8**-0.5, softcap: float = 0.0) -> torch.Tensor:
-    s = torch.einsum("qhd,khd->hqk", x, x) * softmax_scale
-    s = softcap * torch.tanh(s / softcap) if softcap else s
-    s = s.masked_fill(~torch.ones(TOTAL, TOTAL).tril().bool(), float("-inf"))
-    return torch.einsum("hqk,khd->qhd", s.softmax(-1), x)
+    causal = torch.ones(TOTAL, TOTAL, dtype=torch.bool).tril()
+    return ref_attn_func(x, x, x, causal, softmax_scale=softmax_scale, softcap=softcap, backend="torch")[0]
 
 
 @pytest.mark.parametrize("option", ["softmax_scale", "softcap"])

@@ -17,6 +17,7 @@ import torch._functorch.config as functorch
 
 from magi_attention.kernels import AttnOptions, SdpaOnlineBackend
 from magi_attention.kernels.types import BackwardOperands, Operands
+from magi_attention.testing.ref_attn import ref_attn_func
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
@@ -46,17 +47,9 @@ class StandIn(SdpaOnlineBackend):
 
 
 def dense_peer(q, k, v, case):
-    """A peer that autograd can differentiate: attention by a dense mask from the predicate."""
-    i = torch.arange(case.seqlen)
-    predicate = case.predicate(torch.from_numpy)
-    seen = torch.ones(1, 1, dtype=torch.bool) if predicate is None else predicate(0, 0, i[:, None], i[None])
-
-    def run():
-        keys, values = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
-        s = torch.einsum("qhd,khd->hqk", q, keys) * q.shape[2] ** -0.5
-        return torch.einsum("hqk,khd->qhd", s.masked_fill(~seen, float("-inf")).softmax(-1), values)
-
-    return run
+    """A peer that autograd can differentiate: attention by a dense mask."""
+    seen = torch.from_numpy(case.mask.to_dense())
+    return lambda: ref_attn_func(q, k, v, seen, backend="torch")[0]
 
 
 def inputs(case, dtype=torch.float32):

@@ -34,6 +34,7 @@ from magi_attention.common.two_level.nodes import Nodes
 from magi_attention.common.two_level.traffic import direct_rows, two_level_rows
 from magi_attention.common.two_level.transfers import Region, plan_transfers
 from magi_attention.errors import PeerFailureError
+from magi_attention.testing.ref_attn import ref_attn_func
 
 BF16, SHAPE, SENTINEL = torch.bfloat16, (2, 64), 0xA5
 ROW_BYTES = 2 * 2 * 2 * 64  # of K and V together
@@ -287,12 +288,9 @@ def six_masks(total: int) -> dict[str, api.Mask]:
 
 def dense(mask: api.Mask, q, k, v, dout) -> list[torch.Tensor]:
     """out and gradients in float64."""
-    q, k, v = (x.detach().double().requires_grad_() for x in (q, k, v))
-    share = q.shape[1] // k.shape[1]
-    logits = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(share, 1)) * q.shape[2] ** -0.5
-    hidden = ~torch.from_numpy(mask.to_dense()).to(q.device)
-    out = torch.einsum("hqk,khd->qhd", logits.masked_fill(hidden, -torch.inf).softmax(2), v.repeat_interleave(share, 1))
-    return [out.detach(), *torch.autograd.grad(out, (q, k, v), dout.double())]
+    leaves = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    out, _ = ref_attn_func(*leaves, torch.from_numpy(mask.to_dense()).to(q.device), backend="torch")
+    return [out.detach(), *torch.autograd.grad(out, leaves, dout.double())]
 
 
 def check_attention(ranks: Ranks, node_size: int, size: Size) -> tuple[list[str], float]:
