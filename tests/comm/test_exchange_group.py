@@ -9,7 +9,6 @@ import logging
 import re
 import time
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 
 import pytest
 import torch
@@ -173,46 +172,58 @@ class Killed(Exception):
     pass
 
 
-def die(library, folder, victim, launch, needs):
-    """What each rank says when ``victim`` stops before a launch of the second epoch. ``needs``: specs."""
+def spec_of(rank, world, sends, rows=4):
+    """``sends[r]``: who needs the rows of rank r."""
+    sources = [r for r in range(world) if rank in sends.get(r, ())]
+    mine = ([rows], [sends[rank]]) if rank in sends else ([], [])
+    return GroupSpec.make(rank, world, *mine, [rows] * len(sources), sources)
+
+
+def die(library, folder, victim, when, specs, program, nodes=NODES, seed=0):
+    """What the others say when a rank stops before a launch: ``when`` gets its verb and how often each was launched.
+    ``program`` gets the rank, its group, and functions that cast and reduce and look at what comes."""
+    plan, texts = plan_transfers(specs, nodes, 2), {}
 
     def main(t):
-        factory = CpuFactory(library, folder, seed=launch).attach(t)
-        exchange = NodeExchange(exchange_group(t, NODES, CPU, "nvshmem"), plan_transfers(needs, NODES, 2))
-        verbs, spec = factory.verbs, needs[t.rank]
-        x, arrived = torch.full((spec.input_rows, 8), 1.0 + t.rank), []
-        for size, source in zip(spec.output_splits, spec.src_index):
-            arrived += [torch.full((size, 8), 1.0 + source)]
-        left = len(CAST + REDUCE) + launch
+        factory, spec = CpuFactory(library, folder, seed).attach(t), specs[t.rank]
+        exchange = NodeExchange(exchange_group(t, nodes, CPU, "nvshmem"), plan)
+        rows = [torch.full((size, 8), 1.0 + source) for size, source in zip(spec.output_splits, spec.src_index)]
+        arrived = torch.cat([torch.zeros(0, 8), *rows])
 
         def before(name):
-            nonlocal left
-            left -= 1
-            if t.rank == victim and left < 0:
+            if t.rank == victim and when(name, factory.verbs.calls):
                 raise Killed("its power went")
 
-        verbs.before = before
-        terms = len(spec.dst_indices[0])
-        try:
-            for _ in range(4):  # nobody goes further than one epoch without the others
-                (out,) = cast(exchange, [x])
-                assert torch.equal(out, torch.cat(arrived)), "void rows are not given to others"
-                back = torch.zeros(spec.input_rows, 8)
-                reduce(exchange, [torch.ones(spec.output_rows, 8)], [back], torch.float32)
-                assert back.eq(terms).all(), "nor are void sums"
-        except Killed:
-            raise
-        except PeerFailureError as error:
-            with pytest.raises(PeerFailureError, match=re.escape(str(error))):
-                cast(exchange, [x])  # the group is broken
-            texts[t.rank] = str(error)
-            return
-        texts[t.rank] = "did not notice"
+        factory.verbs.before = before
 
-    texts: dict[int, str] = {}
+        def cast_rows():
+            (out,) = cast(exchange, [torch.full((spec.input_rows, 8), 1.0 + t.rank)])
+            assert torch.equal(out, arrived), "void rows are not given to others"
+
+        def reduce_rows():
+            back = torch.zeros(spec.input_rows, 8)
+            reduce(exchange, [torch.ones(spec.output_rows, 8)], [back], torch.float32)
+            assert back.eq(sum(map(len, spec.dst_indices))).all(), "nor are void sums"
+
+        try:
+            program(t.rank, exchange.group, cast_rows, reduce_rows)
+        except PeerFailureError as error:
+            texts[t.rank] = str(error)
+
     with pytest.raises(Killed):
-        FakeWorld(4, TIMEOUT_S).run(main)
+        FakeWorld(nodes.world, TIMEOUT_S).run(main)
     return texts
+
+
+def go_on(rank, group, cast, reduce):
+    try:
+        for _ in range(4):  # nobody goes further than one epoch without the others
+            cast()
+            reduce()
+    except PeerFailureError as error:
+        with pytest.raises(PeerFailureError, match=re.escape(str(error))):
+            cast()  # the group is broken
+        raise
 
 
 PHASES = range(len(CAST + REDUCE))
@@ -223,14 +234,21 @@ DEATHS = [(phase % 4, phase) for phase in PHASES] + [(3 - phase % 4, phase) for 
 def texts_of(library, tmp_path_factory):
     """Starts all worlds in which a rank dies at once, because they do nothing but wait; gives their texts by name."""
     nodes = Nodes.of_sizes((4, 1), range(5))
-    reads_only = {2: [1]}  # rank 1 needs rows of rank 2 alone
-    fans_out = {4: [0, 1], 2: [0], 0: [3]}
-    worlds = {death: partial(die, victim=death[0], launch=death[1], needs=everybody(4, 5)) for death in DEATHS}
-    worlds["chain"] = partial(chain, nodes=NODES, sends=reads_only, death=(2, "put", 1), program=cast_once)
-    worlds["vain"] = partial(chain, nodes=nodes, sends=fans_out, death=(1, "put", 2), program=go_on_in_vain)
+    reads_only = [spec_of(r, 4, {2: [1]}) for r in range(4)]  # rank 1 needs rows of rank 2 alone
+    fans_out = [spec_of(r, 5, {4: [0, 1], 2: [0], 0: [3]}) for r in range(5)]
+
+    def in_epoch_2(phase):
+        return lambda name, calls: calls.total() > len(PHASES) + phase
+
+    def before_the(verb, count):
+        return lambda name, calls: (name, calls[name]) == (verb, count)
+
+    worlds = {(v, phase): (v, in_epoch_2(phase), everybody(4, 5), go_on, NODES, phase) for v, phase in DEATHS}
+    worlds["chain"] = 2, before_the("put", 1), reads_only, cast_once
+    worlds["vain"] = 1, before_the("put", 2), fans_out, go_on_in_vain, nodes
     with ThreadPoolExecutor(len(worlds)) as pool:
         folders = [tmp_path_factory.mktemp("world") for _ in worlds]
-        started = [pool.submit(world, library, folder) for world, folder in zip(worlds.values(), folders)]
+        started = [pool.submit(die, library, folder, *world) for folder, world in zip(folders, worlds.values())]
         yield dict(zip(worlds, started))
 
 
@@ -243,49 +261,6 @@ def test_all_others_name_the_rank_that_died(texts_of):
             named = f"Rank {victim} (node {victim // 2}) did not deliver within 3 s"
             assert text.startswith(named), (phase, rank, text)
             assert "It failed: Killed: its power went." in text, (phase, text)
-
-
-def spec_of(rank, world, sends, rows=4):
-    """``sends[r]``: who needs the rows of rank r."""
-    sources = [r for r in range(world) if rank in sends.get(r, ())]
-    mine = ([rows], [sends[rank]]) if rank in sends else ([], [])
-    return GroupSpec.make(rank, world, *mine, [rows] * len(sources), sources)
-
-
-def chain(library, folder, nodes, sends, death, program):
-    """What the others say when a rank stops before the n-th launch of a verb; ``death`` is (rank, verb, n). ``program``
-    gets the rank, its group, and functions that cast and reduce and look at what comes."""
-    (victim, verb, count), texts = death, {}
-    specs = [spec_of(r, nodes.world, sends) for r in range(nodes.world)]
-    plan = plan_transfers(specs, nodes)
-
-    def main(t):
-        factory, spec = CpuFactory(library, folder).attach(t), specs[t.rank]
-        exchange = NodeExchange(exchange_group(t, nodes, CPU, "nvshmem"), plan)
-
-        def before(name):
-            if t.rank == victim and (name, factory.verbs.calls[name]) == (verb, count):
-                raise Killed("its power went")
-
-        factory.verbs.before = before
-
-        def cast_rows():
-            (out,) = cast(exchange, [torch.full((spec.input_rows, 8), 1.0 + t.rank)])
-            assert out.view(-1, 4 * 8).eq(torch.tensor([[1.0 + s] for s in spec.src_index]).view(-1, 1)).all()
-
-        def reduce_rows():
-            back = torch.zeros(spec.input_rows, 8)
-            reduce(exchange, [torch.ones(spec.output_rows, 8)], [back], torch.float32)
-            assert back.eq(len(sends.get(t.rank, ()))).all(), "void sums do not reach the owner"
-
-        try:
-            program(t.rank, exchange.group, cast_rows, reduce_rows)
-        except PeerFailureError as error:
-            texts[t.rank] = str(error)
-
-    with pytest.raises(Killed):
-        FakeWorld(nodes.world, TIMEOUT_S).run(main)
-    return texts
 
 
 def cast_once(rank, group, cast, reduce):
