@@ -1,24 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Specs of every engine. Text plans are kept in golden/ (`python tests/launch/launch_cases.py` writes it anew);
-manifests are read by the tests instead."""
+"""Specs of every engine, and their plans."""
 
 from __future__ import annotations
 
-import os
-import re
-import shlex
-import sys
-from pathlib import Path
-
-ROOT = Path(__file__).resolve().parents[2]
-GOLDEN = Path(__file__).resolve().parent / "golden"
-if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
-
-from magi_attention.tools.launch.engines import engine_of  # noqa: E402
-from magi_attention.tools.launch.plan import LaunchPlan, Target  # noqa: E402
-from magi_attention.tools.launch.spec import LaunchSpec, check_spec  # noqa: E402
-from magi_attention.tools.launch.toml import build  # noqa: E402
+from magi_attention.tools.launch.engines import engine_of
+from magi_attention.tools.launch.plan import LaunchPlan, Target
+from magi_attention.tools.launch.spec import LaunchSpec, check_spec
+from magi_attention.tools.launch.toml import build
 
 TARGET = Target("s1", "001", "s1-001-abcdef", "/home/me/.magi/sessions/s1/runs/001", "~/.magi/sessions/s1/runs/001")
 IMAGE = "registry.example/team/magi@sha256:" + "0" * 64
@@ -71,9 +59,6 @@ CASES: dict[str, dict] = {
 }
 
 
-TEXTS = [name for name, case in CASES.items() if case["engine"] != "k8s"]
-
-
 def spec_of(name: str) -> LaunchSpec:
     return check_spec(build(LaunchSpec, CASES[name], name))
 
@@ -86,19 +71,3 @@ def plans_of(name: str) -> list[LaunchPlan]:
         steps = (engine.status(spec, TARGET), engine.logs(spec, TARGET))
         plans.append(LaunchPlan("status and logs", tuple(s for s in steps if s)))
     return [*plans, engine.down(spec, TARGET.session, [TARGET])]
-
-
-def rendered(name: str) -> str:
-    """Every plan of the case, with what differs from machine to machine replaced."""
-    text = "\n".join(plan.text() for plan in plans_of(name))
-    for path, word in ((sys.executable, "PYTHON"), (str(ROOT), "CHECKOUT")):  # quoted, where it has a space
-        text = text.replace(shlex.quote(path), word).replace(path, word)
-    text = re.sub(r"PYTHONPATH=('[^']*'|\S+)", "PYTHONPATH=CHECKOUT", text)
-    text = re.sub(r"OMP_NUM_THREADS=\d+ ", "", text)
-    return text.replace(f"--user {os.getuid()}:{os.getgid()}", "--user UID:GID")
-
-
-if __name__ == "__main__":
-    for case in TEXTS:
-        (GOLDEN / f"{case}.txt").write_text(rendered(case), encoding="utf-8")
-        print(GOLDEN / f"{case}.txt")
