@@ -29,7 +29,7 @@ REPLACED = {  # PTX in a kernel, and shared memory, which is magi::raw on the CP
 
 
 def compiled(folder: Path) -> ctypes.CDLL:
-    csrc, folder = csrc_or_skip(), folder / "buffers"
+    csrc, folder = csrc_or_skip(), folder / "symm_rows"
 
     def write_sources() -> None:
         made = folder / "comm" / "symm"
