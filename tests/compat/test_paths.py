@@ -17,7 +17,6 @@ import magi_attention
 from magi_attention.compat import paths
 
 ROOT = Path(__file__).resolve().parents[2]
-PARENTS = sorted({path.rpartition(".")[0] for path in paths.MODULES} - {""})
 
 
 @pytest.mark.parametrize("path", paths.MODULES)

@@ -58,10 +58,8 @@ def arguments(settings: dict, kind: type = TrainingArguments, **more) -> Trainin
 def evaluated(settings: dict) -> dict:
     """``evaluate`` and ``predict`` of several batches."""
     examples = documents(settings["lengths"])
-    seen = []
 
     def metrics(made) -> dict:
-        seen.append(made.predictions.shape)
         return {"rows": len(made.label_ids), "labels": int((made.label_ids != -100).sum())}
 
     if settings.get("width"):
@@ -74,7 +72,7 @@ def evaluated(settings: dict) -> dict:
     made = trainer.predict(examples)
     result = {name: measured[f"eval_{name}"] for name in ("loss", "rows", "labels")}
     result |= {"test_loss": made.metrics["test_loss"], "label_ids": made.label_ids.tolist()}
-    return {**result, "predictions": made.predictions.tolist(), "all_shapes": [list(x) for x in seen]}
+    return {**result, "predictions": made.predictions.tolist()}
 
 
 def sft_evaluated(settings: dict) -> dict:

@@ -134,12 +134,6 @@ class TransferPlan:
         node_of = self.nodes.node_of
         return sum(p.rows for r in self.ranks for p in r.send if node_of[p.peer] != node_of[r.rank])
 
-    @property
-    def node_rows(self) -> int:
-        """Rows that move between ranks of one node in the cast, forwards among them."""
-        puts = [(r.rank, p) for r in self.ranks for p in (*r.send, *(p for b in r.blocks for p in b.forward))]
-        return sum(p.rows for rank, p in puts if p.target is Region.OUT and p.peer != rank)
-
 
 def plan_transfers(
     specs: Sequence[GroupSpec], nodes: Nodes, block_rows: int = BLOCK_ROWS, group_ends: Sequence[Rows] | None = None

@@ -8,9 +8,6 @@ inline void __syncthreads() { hopper::meet_at(0, hopper::cta->num_threads, true)
 inline int __syncthreads_and(int mine) {
   return hopper::meet_at(0, hopper::cta->num_threads, mine != 0).all;
 }
-inline int __syncthreads_or(int mine) {
-  return hopper::meet_at(0, hopper::cta->num_threads, mine != 0).any;
-}
 inline void __syncwarp(unsigned mask = 0xffffffff) {
   hopper::all_lanes(mask, hopper::Collective::kSync, 0, 0,
                     [](const hopper::Meeting&, int) { return 0u; });
@@ -34,11 +31,6 @@ template <typename T>
 T __shfl_up_sync(unsigned mask, T value, int by) {
   const int lane = hopper::self->index % 32;
   return __shfl_sync(mask, value, lane >= by ? lane - by : lane);
-}
-template <typename T>
-T __shfl_down_sync(unsigned mask, T value, int by) {
-  const int lane = hopper::self->index % 32;
-  return __shfl_sync(mask, value, lane + by < 32 ? lane + by : lane);
 }
 inline unsigned __ballot_sync(unsigned mask, bool mine) {
   return hopper::all_lanes(mask, hopper::Collective::kBallot, mine, 0,

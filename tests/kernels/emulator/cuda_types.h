@@ -63,7 +63,6 @@ inline uint32_t __float_as_uint(float x) { return hopper::bits_as<uint32_t>(x); 
 inline int __vimax3_s32(int a, int b, int c) { return max(max(a, b), c); }
 inline int __popc(unsigned word) { return __builtin_popcount(word); }
 inline int __ffs(int word) { return __builtin_ffs(word); }
-inline int __clz(int word) { return word == 0 ? 32 : __builtin_clz(word); }
 
 template <typename T>
 T __ldg(const T* at) {
