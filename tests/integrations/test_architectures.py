@@ -10,6 +10,7 @@ pytest.importorskip("transformers", reason="needs transformers; ci/integrations 
 
 import transformers  # noqa: E402
 from architectures import REFUSED, RIGHT, SINCE, make_config  # noqa: E402
+from tiny_models import models  # noqa: E402
 from transformers import AutoModelForCausalLM, TrainingArguments  # noqa: E402
 
 from magi_attention.api import AttentionCheck  # noqa: E402
@@ -34,19 +35,6 @@ def release(request):
     name = request.node.callspec.params["name"]
     if SINCE.get(name, 0) > RELEASE:
         pytest.skip(f"{name} does not go through the attention interface before transformers {SINCE[name]}")
-
-
-def models(name: str) -> list[torch.nn.Module]:
-    """With "magi" and with "eager", of the same random weights."""
-    torch.manual_seed(0)
-    ours, theirs = (
-        AutoModelForCausalLM.from_config(make_config(name), attn_implementation=kind).train()
-        for kind in ("magi", "eager")
-    )
-    for parameter in ours.parameters():
-        torch.nn.init.normal_(parameter, std=0.1)
-    theirs.load_state_dict(ours.state_dict())
-    return [ours, theirs]
 
 
 @pytest.mark.parametrize("name", RIGHT)

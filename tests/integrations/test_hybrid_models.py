@@ -17,6 +17,7 @@ pytest.importorskip("transformers", reason="needs transformers; ci/integrations 
 import transformers  # noqa: E402
 from architectures import HYBRID, HYBRID_SINCE, make_config  # noqa: E402
 from starting import assert_same_steps, launch_both  # noqa: E402
+from tiny_models import models  # noqa: E402
 from transformers import AutoModelForCausalLM, TrainingArguments  # noqa: E402
 
 from magi_attention.api import AttentionCheck  # noqa: E402
@@ -36,19 +37,6 @@ RELEASE = float(".".join(transformers.__version__.split(".")[:2]))
 is_known = pytest.mark.skipif(RELEASE < HYBRID_SINCE, reason=f"needs transformers {HYBRID_SINCE}")
 DOCUMENTS = [torch.randint(3, 64, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (5, 30, 17, 2)]
 LABELS = sum(len(x) - 1 for x in DOCUMENTS)
-
-
-def models(name: str) -> list[nn.Module]:
-    """With "magi" and with "eager", of the same random weights."""
-    torch.manual_seed(0)
-    ours, theirs = (
-        AutoModelForCausalLM.from_config(make_config(name), attn_implementation=kind).train()
-        for kind in ("magi", "eager")
-    )
-    for parameter in ours.parameters():
-        nn.init.normal_(parameter, std=0.1)
-    theirs.load_state_dict(ours.state_dict())
-    return [ours, theirs]
 
 
 def of_rank(transport, ours: nn.Module) -> tuple[torch.Tensor, list[torch.Tensor | None]]:

@@ -34,6 +34,19 @@ def make_model(name: str, attention: str, dtype: torch.dtype = torch.float32) ->
     return model
 
 
+def models(name: str) -> list[torch.nn.Module]:
+    """With "magi" and with "eager", of the same random weights."""
+    torch.manual_seed(0)
+    ours, theirs = (
+        AutoModelForCausalLM.from_config(make_config(name), attn_implementation=kind).train()
+        for kind in ("magi", "eager")
+    )
+    for parameter in ours.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    theirs.load_state_dict(ours.state_dict())
+    return [ours, theirs]
+
+
 def make_documents(count: int, seed: int = 0, longest: int = 60) -> list[dict[str, list[int]]]:
     """Documents with a pattern that can be learned: each token follows from the one before, but for some noise."""
     generator = torch.Generator().manual_seed(seed)
