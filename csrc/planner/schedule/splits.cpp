@@ -156,7 +156,7 @@ int select_head_splits(const magi_schedule_problem& p, const TileTable& tiles) {
     last = parts;
     if (end(parts) <= h100::kEnough * share) break;
   }
-  return last;
+  return last > 1 ? last : 0;
 }
 
 bool can_split(int group) {
