@@ -23,6 +23,8 @@ import torch.distributed as dist
 from case_options import DTYPES, list_of, parse_size
 from cp_timing import Clock, Step, device_ms, over_ranks, with_both
 from layers import draw_mask
+from picture import short
+from progress import steps
 from result_file import plain_settings, write_results
 
 from magi_attention.api import (
@@ -141,13 +143,17 @@ def measure(tokens: int, options: argparse.Namespace, clock: Clock) -> list[dict
         differences = {way: float((out - outs["states"]).abs().max() / scale) for way, out in outs.items()}
         del outs
     times: dict[str, dict[str, list[float]]] = {name: {} for name in names}
-    for number in range(options.rounds + 1):  # the first one warms up
-        for name, (of, way) in names.items():
-            step = step_of(lambda of=of, way=way: call(of, way), tensors[of][:-1], tensors[of][-1])
-            found = with_both(over_ranks(device_ms(step, clock, 1, options.repeats), clock.device))
-            if number:
-                for phase, values in found.items():
-                    times[name].setdefault(phase, []).append(statistics.median(values))
+    # The first round warms up: kernels of libraries are compiled in it, which takes minutes.
+    todo = [(number, name) for number in range(options.rounds + 1) for name in names]
+    for number, name in steps(
+        todo, lambda x: f"{short(tokens)} tokens, {f'round {x[0]}' if x[0] else 'warm-up'}, {x[1]}", dist.get_rank() == 0
+    ):
+        of, way = names[name]
+        step = step_of(lambda of=of, way=way: call(of, way), tensors[of][:-1], tensors[of][-1])
+        found = with_both(over_ranks(device_ms(step, clock, 1, options.repeats), clock.device))
+        if number:
+            for phase, values in found.items():
+                times[name].setdefault(phase, []).append(statistics.median(values))
     return [
         {
             "tokens": tokens, "way": name, "ms": {p: round(statistics.median(t), 4) for p, t in times[name].items()},
