@@ -21,7 +21,8 @@ from __future__ import annotations
 
 import argparse
 import os
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -49,9 +50,14 @@ from magi_attention.api import Mask, ModelShape, Plan, TrainingSetup, attend, ke
 
 
 class LongBlock(PlannedBlock):
-    """``mlp_chunk`` tokens go through the MLP at a time; each such part is computed again in the backward."""
+    """``mlp_chunk`` tokens go through the MLP at a time; each such part is computed again in the backward.
+
+    A block that is computed again only has to give those parts their inputs (``inputs_alone``); what the MLP makes of
+    them would be for nobody.
+    """
 
     mlp_chunk = 8192
+    gives_inputs_alone = False
 
     def mlp(self, x_TC: Tensor) -> Tensor:
         gate, up = self.gate_up(self.mlp_norm(x_TC)).chunk(2, dim=-1)
@@ -62,8 +68,22 @@ class LongBlock(PlannedBlock):
 
     def forward(self, x_TC: Tensor, cos: Tensor, sin: Tensor, plan: Plan, group: dist.ProcessGroup | None) -> Tensor:
         x_TC = self.attend(x_TC, cos, sin, lambda q, k, v: self.attention(q, k, v, plan, group))
-        parts = [x + checkpoint(self.mlp, x, use_reentrant=False) for x in x_TC.split(self.mlp_chunk)]
+        # A compiled block has the same operations each time.
+        is_short = not torch.compiler.is_compiling() and self.gives_inputs_alone
+        mlp = torch.zeros_like if is_short else self.mlp
+        parts = [x + checkpoint(mlp, x, use_reentrant=False) for x in x_TC.split(self.mlp_chunk)]
         return torch.cat(parts)
+
+
+@contextmanager
+def inputs_alone(also: AbstractContextManager) -> Iterator[None]:
+    """Blocks are computed again, in the context ``also``."""
+    LongBlock.gives_inputs_alone = True
+    try:
+        with also:
+            yield
+    finally:
+        LongBlock.gives_inputs_alone = False
 
 
 class LongLlama(PackedLlama):
@@ -86,11 +106,16 @@ class LongLlama(PackedLlama):
         contexts = keep_attention if self.keeps_attention else noop_context_fn
         if offloaded and self.keeps_attention:
             contexts = partial(keep_attention, offloaded.pack, offloaded.unpack)
+
+        def contexts_of_block() -> tuple[AbstractContextManager, AbstractContextManager]:
+            forward, again = contexts()
+            return forward, inputs_alone(again)
+
         with offloaded or nullcontext():
             # Tables are arguments by name, which checkpoint keeps as they are: one copy serves all blocks.
             one_for_all = {"cos": cos, "sin": sin, "plan": plan, "group": group}
             for block in self.blocks:
-                x_TC = checkpoint(block, x_TC, use_reentrant=False, context_fn=contexts, **one_for_all)
+                x_TC = checkpoint(block, x_TC, use_reentrant=False, context_fn=contexts_of_block, **one_for_all)
         return self.loss_sum(self.norm(x_TC), self.head.weight, labels_T)
 
 

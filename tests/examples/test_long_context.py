@@ -22,6 +22,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.profiler import profile
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 from magi_attention.api import Mask, make_plan
 from magi_attention.kernels.instruments import FORWARD_RANGE
@@ -184,6 +185,29 @@ def test_checkpoints_that_keep_attention(world):
             assert held_more - held == pytest.approx(predicted_more - predicted, rel=0.1)
         for _, _, held, predicted in found[2:]:
             assert held == pytest.approx(predicted, rel=0.1), "in host memory"
+
+
+def operations(rank: int, world: int) -> list[int]:
+    """Of a step, by tokens of an MLP at a time."""
+    tokens, found = torch.randint(0, 256, (600,)), []
+    plan, group = make_plan(Mask.causal(600), world), dist.group.WORLD
+    for chunk in (600, 300, 50):
+        words = f"--out none --dtype fp32 --layers 2 --loss checkpointed --keeps-attention --mlp-chunk {chunk}".split()
+        args = long_context.make_long_parser(None).parse_args(words)
+        args.cp, args.device = world, "cpu"
+        model = long_context.LongLlama(args)
+        model.draw_weights(0)
+        with FlopCounterMode(display=False) as counter:
+            model(tokens, torch.arange(600), plan.labels(tokens), plan, group).backward()
+        found.append(counter.get_total_flops())
+        assert not long_context.LongBlock.gives_inputs_alone
+    return found
+
+
+def test_more_chunks_of_the_mlp_are_no_more_operations():
+    """A block that is computed again gives chunks their inputs, and leaves what they make of them out."""
+    (found,) = run_processes(1, operations)
+    assert found[0] > 0 and found == found[:1] * 3
 
 
 def compiled_steps(rank: int, world: int, options: list[str]) -> tuple[list[float], int, int, dict]:
