@@ -10,6 +10,7 @@ take. What depends on shapes, options and environment alone is prepared once, in
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from magi_attention.common.disjoint import check_disjoint
 from magi_attention.common.scalars import as_float
 from magi_attention.common.slices import SliceTable
 from magi_attention.env import registry as env_registry
+from magi_attention.errors import ContractError
 from magi_attention.kernels.double_backward import refuse_double_backward
 from magi_attention.kernels.eager import Onlookers, needs_gradient, opaque_op
 from magi_attention.kernels.ffa.backend import FfaBackend
@@ -137,6 +139,30 @@ def _slices(ranges: RangeTensors) -> SliceTable:
     if general.is_sanity_check_enable():
         check_disjoint(slices)
     return slices
+
+
+class _MaskRead:
+    """The mask as a forward read it, for its backward."""
+
+    __slots__ = ("_k", "_q", "_slices", "_types")
+
+    def __init__(self, slices: SliceTable, ranges: RangeTensors) -> None:
+        q, k, types = ranges
+        self._slices, self._q, self._k = slices, weakref.ref(q), weakref.ref(k)
+        self._types = None if types is None else weakref.ref(types)
+
+    def again(self, ranges: RangeTensors) -> SliceTable:
+        """The mask, of the ranges that torch kept for the backward. ``ContractError`` if they say something else now."""
+        q, k, types = ranges
+        if self._q() is q and self._k() is k and (self._types is None or self._types() is types):
+            return self._slices  # that out and lse are of, even if hooks of saved tensors hid an edit from torch
+        # A checkpoint has computed out and lse again, or hooks have kept other tensors.
+        if _slices(ranges) != self._slices:
+            raise ContractError(
+                "The ranges of an attention call were another mask in its forward than they are in its backward, below "
+                "a checkpoint or hooks of saved tensors. Do not edit them in between; make new ones for the next call."
+            )
+        return self._slices
 
 
 def _forward(
@@ -283,7 +309,7 @@ class _Flex(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor, Maybe]:
         out, lse, max_logits, slices = _forward(call.forward, q, k, v, ranges, sink)
         ctx.save_for_backward(q, k, v, out, lse, *ranges, sink)  # ranges too: torch tells of edits before the backward
-        ctx.call, ctx.slices = call, slices
+        ctx.call, ctx.mask = call, None if slices is None else _MaskRead(slices, ranges)
         if max_logits is not None:
             ctx.mark_non_differentiable(max_logits)
         ctx.set_materialize_grads(False)
@@ -298,7 +324,8 @@ class _Flex(torch.autograd.Function):
         given = (dout, dlse, *tensors)
         if _ONLOOKERS.let_pass(given) and not needs_gradient(given):
             ranges = RangeTensors(q_ranges, k_ranges, types)
-            return *_backward(call.backward, dout, q, k, v, out, lse, ranges, sink, dlse, ctx.slices), None, None
+            slices = None if ctx.mask is None else ctx.mask.again(ranges)
+            return *_backward(call.backward, dout, q, k, v, out, lse, ranges, sink, dlse, slices), None, None
         dq, dk, dv, dsink = flex_bwd(dout, *tensors, *call.arguments, dlse)
         return dq, dk, dv, None if sink is None else dsink, None, None
 

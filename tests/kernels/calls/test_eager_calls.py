@@ -7,6 +7,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from magi_attention.errors import ContractError
 from magi_attention.functional import flex_flash_attn_func
 from magi_attention.functional.flex_flash_attn import check_call
 from magi_attention.kernels.eager import eager_call, opaque_op
@@ -96,6 +97,64 @@ def test_a_checkpoint(is_reentrant):
     want = torch.autograd.grad(f(*of).square().sum(), of)
     checkpoint(f, *of, use_reentrant=is_reentrant).square().sum().backward()
     assert all(torch.equal(x.grad, g) for x, g in zip(of, want))
+
+
+class Block:
+    """Attention over ranges that change: in place, or by new tensors."""
+
+    def __init__(self, edits: bool) -> None:
+        self.edits, self.end, self.ranges = edits, 11, torch.tensor([[0, 11]])
+
+    def change(self) -> None:
+        self.end = 4
+        if self.edits:
+            self.ranges[0, 1] = 4
+
+    def __call__(self, q, k, v) -> torch.Tensor:
+        k_ranges = self.ranges if self.edits else torch.tensor([[0, self.end]])
+        return flex_flash_attn_func(q, k, v, torch.tensor([[0, 11]]), k_ranges)[0]
+
+
+def in_checkpoint(block: Block, *of: torch.Tensor) -> torch.Tensor:
+    return checkpoint(block, *of, use_reentrant=False)
+
+
+def with_views_saved(block: Block, *of: torch.Tensor) -> torch.Tensor:
+    with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, lambda x: x):
+        return block(*of)
+
+
+def with_copies_saved(block: Block, *of: torch.Tensor) -> torch.Tensor:
+    with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda x: x):
+        return block(*of)
+
+
+def with_tensors_saved(block: Block, *of: torch.Tensor) -> torch.Tensor:
+    with torch.autograd.graph.save_on_cpu():
+        return block(*of)
+
+
+CALLS = (
+    (in_checkpoint, True, True), (in_checkpoint, False, True), (with_views_saved, True, True),
+    (with_copies_saved, True, False), (with_tensors_saved, True, False),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("call, edits, is_refused", CALLS)
+def test_a_mask_that_changes_before_the_backward(call, edits, is_refused):
+    """Out of one mask and slices of another would give gradients of neither."""
+    of = leaves(6)[:3]
+    want = torch.autograd.grad(Block(edits)(*of).square().sum(), of)
+    for changes in (False, True, False):
+        block = Block(edits)
+        loss = call(block, *of).square().sum()
+        if changes:
+            block.change()
+        if changes and is_refused:
+            with pytest.raises(ContractError, match="another mask"):
+                torch.autograd.grad(loss, of)
+        else:
+            assert all(torch.equal(*pair) for pair in zip(torch.autograd.grad(loss, of), want))
 
 
 def test_on_a_torch_with_other_names_calls_are_ops(monkeypatch):
