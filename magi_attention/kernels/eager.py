@@ -96,9 +96,15 @@ class Onlookers:
             self._is_known = False
 
     def let_pass(self, args: tuple[Any, ...]) -> bool:
-        """May a call with these arguments pass torch's dispatcher by? Then all tensors among them are plain ones."""
-        # A mode, a transform of functorch, a trace or a tangent would see the op.
-        if is_compiling() or not self._is_known or self._tangents["_current_level"] >= 0:
+        """May a call with these arguments pass torch's dispatcher by? Then all tensors among them are plain ones.
+
+        ``UnsupportedError`` if one has a tangent, which the op would drop.
+        """
+        # A mode, a transform of functorch or a trace would see the op.
+        if is_compiling() or not self._is_known:
+            return False
+        if self._tangents["_current_level"] >= 0:
+            _refuse_tangents(args)
             return False
         for ask, nobody in self._answers:
             if ask() != nobody:
@@ -110,6 +116,16 @@ class Onlookers:
             elif x is not None and isinstance(x, torch.Tensor):
                 return False
         return True
+
+
+def _refuse_tangents(args: tuple[Any, ...]) -> None:
+    for x in args:
+        if isinstance(x, torch.Tensor) and forward_ad.unpack_dual(x).tangent is not None:
+            raise UnsupportedError(
+                "This kernel has no forward-mode derivative (torch.func.jvp, jacfwd, torch.autograd.forward_ad). "
+                "Differentiate backward, or compute attention with torch's scaled_dot_product_attention under "
+                "torch.nn.attention.sdpa_kernel(SDPBackend.MATH)."
+            )
 
 
 __all__ = ["Onlookers", "eager_call", "needs_gradient", "opaque_op", "watching_modes"]

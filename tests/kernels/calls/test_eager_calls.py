@@ -4,11 +4,12 @@
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from magi_attention.errors import ContractError
-from magi_attention.functional import flex_flash_attn_func
+from magi_attention.errors import ContractError, UnsupportedError
+from magi_attention.functional import flex_flash_attn_func, index_attn_func
 from magi_attention.functional.flex_flash_attn import check_call
 from magi_attention.kernels.eager import eager_call, opaque_op
 from magi_attention.kernels.ffa.custom_ops import call_flex_fwd, flex_fwd
@@ -155,6 +156,31 @@ def test_a_mask_that_changes_before_the_backward(call, edits, is_refused):
                 torch.autograd.grad(loss, of)
         else:
             assert all(torch.equal(*pair) for pair in zip(torch.autograd.grad(loss, of), want))
+
+
+def over_ranges(q, k, v) -> torch.Tensor:
+    return flex_flash_attn_func(q, k, v, RANGES, RANGES)[0]
+
+
+def over_lists(q, k, v) -> torch.Tensor:
+    return index_attn_func(q, k, v, torch.zeros(11, 2, 1, dtype=torch.int32))[0]
+
+
+@pytest.mark.parametrize("attention", (over_ranges, over_lists))
+def test_tangents_are_refused_and_not_dropped(attention):
+    q, k, v = (x.detach() for x in leaves(7)[:3])
+    refused = lambda: pytest.raises(UnsupportedError, match="forward-mode")  # noqa: E731
+    with refused():
+        torch.func.jvp(attention, (q, k, v), (q, k, v))
+    with refused():
+        torch.func.jacfwd(attention, argnums=2)(q, k, v)
+    want, out = attention(q, k, v), attention(q.requires_grad_(), k, v)
+    with forward_ad.dual_level():
+        with refused():
+            attention(q, forward_ad.make_dual(k, k), v)
+        with refused():
+            torch.autograd.grad(out, q, forward_ad.make_dual(want, want))
+        assert torch.equal(attention(q, k, v), want), "nothing here has a tangent"
 
 
 def test_on_a_torch_with_other_names_calls_are_ops(monkeypatch):
