@@ -225,6 +225,10 @@ def check_call(
     index_attn: bool = False,
 ) -> None:
     """Raises ``ContractError`` unless tensors and mask fit together; looks at layouts alone, at no value."""
+    _check_kinds({"q": q, "k": k, "v": v}, q_ranges=q_ranges, k_ranges=k_ranges, attn_type_map=attn_type_map,
+                 sink=sink, index_attn_indices=indices)  # fmt: skip
+    if not isinstance(sink_layout, str):
+        raise ContractError(f'Unknown sink layout {sink_layout!r}; use "sh" or "ssh".')
     check_qkv(q, k, v)
     if sink is not None:
         check_sink(sink, q.shape[0], q.shape[1], sink_layout)
@@ -242,6 +246,14 @@ def check_call(
     if k_ranges is None:
         raise ContractError("k_ranges is missing; give one k range per q range.")
     _check_ranges(q_ranges, k_ranges, attn_type_map)  # type: ignore[arg-type]
+
+
+def _check_kinds(needed: dict[str, object], **others: object) -> None:
+    """Each is a tensor, and the others may be None."""
+    for name, x in {**needed, **others}.items():
+        if not isinstance(x, torch.Tensor) and (x is not None or name in needed):
+            what = "None" if x is None else f"of type {type(x).__name__}"
+            raise ContractError(f"{name} is {what}; give a tensor.")
 
 
 def _check_mask_devices(q: torch.Tensor, **masks: torch.Tensor | None) -> None:

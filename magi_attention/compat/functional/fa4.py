@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import torch
 
-from magi_attention.compat.functional.backend_call import AttnArg, BackendCalls, options_for
+from magi_attention.common.scalars import as_float
+from magi_attention.compat.functional.backend_call import AttnArg, BackendCalls
 from magi_attention.kernels.ffa.custom_ops import call_flex_fwd
 from magi_attention.kernels.registry import default_registry
+from magi_attention.kernels.types import as_scale
 
 _CALLS = BackendCalls(lambda problem: default_registry().select(problem, "fa4")[0])
 
@@ -54,10 +56,10 @@ def ffa_fa4_func(
     """
     from magi_attention.functional.flex_flash_attn import check_call
 
-    options = options_for(q, softmax_scale, softcap, "sh")
     out, lse, _ = call_flex_fwd(
         q, k, v, q_ranges, k_ranges, attn_type_map, None, "sh",
-        options.softmax_scale, options.softcap, bool(deterministic), 0, False, "fa4", check_call,
+        None if softmax_scale is None else as_scale(softmax_scale), as_float(softcap, "softcap"), bool(deterministic),
+        0, False, "fa4", check_call,
     )  # fmt: skip
     return out, lse
 

@@ -152,7 +152,7 @@ class _MaskRead:
         self._types = None if types is None else weakref.ref(types)
 
     def again(self, ranges: RangeTensors) -> SliceTable:
-        """The mask, of the ranges that torch kept for the backward. ``ContractError`` if they say something else now."""
+        """The mask, of the ranges that torch kept for the backward. ``ContractError`` if they are another one now."""
         q, k, types = ranges
         if self._q() is q and self._k() is k and (self._types is None or self._types() is types):
             return self._slices  # that out and lse are of, even if hooks of saved tensors hid an edit from torch
@@ -340,31 +340,33 @@ def call_flex_fwd(
     ``softmax_scale`` None is ``D ** -0.5``. ``check(q, k, v, q_ranges, k_ranges, types, sink, sink_layout)`` raises
     what is wrong with a call by its layout; it is asked unless a call like this one has passed.
     """
-    needs_backward = torch.is_grad_enabled() and (
-        q.requires_grad or k.requires_grad or v.requires_grad or (sink is not None and sink.requires_grad)
-    )
     tensors = q, k, v, q_ranges, k_ranges, types, sink
-    options = softcap, deterministic, sm_margin, return_max_logits, prefer, needs_backward
-    if q_ranges is None or k_ranges is None or not _ONLOOKERS.let_pass(tensors):
+    passes_by = _ONLOOKERS.let_pass(tensors)
+    try:
+        needs_backward = torch.is_grad_enabled() and (
+            q.requires_grad or k.requires_grad or v.requires_grad or (sink is not None and sink.requires_grad)
+        )
+        options = softcap, deterministic, sm_margin, return_max_logits, prefer, needs_backward
+        key = None if q_ranges is None or k_ranges is None or not passes_by else (
+            q.shape, q.dtype, q.device, k.shape, k.dtype, k.device, v.shape, v.dtype, v.device,
+            q_ranges.shape, q_ranges.dtype, q_ranges.device, k_ranges.shape, k_ranges.dtype, k_ranges.device,
+            None if types is None else (types.shape, types.dtype, types.device),
+            None if sink is None else (sink.shape, sink.dtype, sink.device),
+            sink_layout, softmax_scale, options, _environment(),
+        )  # fmt: skip
+        call = None if key is None else default_registry().prepared.get(key)
+    except (AttributeError, TypeError):  # of what is no tensor, or no string
         check(*tensors, sink_layout)
-        scale = q.shape[2] ** -0.5 if softmax_scale is None else softmax_scale
-        got: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = flex_fwd(*tensors, sink_layout, scale, *options)
-        return got
-    prepared = default_registry().prepared
-    key = (
-        q.shape, q.dtype, q.device, k.shape, k.dtype, k.device, v.shape, v.dtype, v.device,
-        q_ranges.shape, q_ranges.dtype, q_ranges.device, k_ranges.shape, k_ranges.dtype, k_ranges.device,
-        None if types is None else (types.shape, types.dtype, types.device),
-        None if sink is None else (sink.shape, sink.dtype, sink.device),
-        sink_layout, softmax_scale, options, _environment(),
-    )  # fmt: skip
-    call = prepared.get(key)
+        raise
     if call is None:
         check(*tensors, sink_layout)
         scale = q.shape[2] ** -0.5 if softmax_scale is None else softmax_scale
+        if key is None:
+            got: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = flex_fwd(*tensors, sink_layout, scale, *options)
+            return got
         call = _prepare(tensors, sink_layout, scale, *options)
-        remember(prepared, key, call)
-    ranges = RangeTensors(q_ranges, k_ranges, types)
+        remember(default_registry().prepared, key, call)
+    ranges = RangeTensors(q_ranges, k_ranges, types)  # type: ignore[arg-type]
     if needs_backward:
         return _apply(q, k, v, sink, ranges, call)
     return _forward(call.forward, q, k, v, ranges, sink)[:3]

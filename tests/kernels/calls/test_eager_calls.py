@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Eager calls of custom ops pass torch's dispatcher by, unless somebody looks on, and then they are the op itself."""
 
+import contextlib
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -8,6 +10,7 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from magi_attention.compat.functional.fa4 import ffa_fa4_func
 from magi_attention.errors import ContractError, UnsupportedError
 from magi_attention.functional import flex_flash_attn_func, index_attn_func
 from magi_attention.functional.flex_flash_attn import check_call
@@ -181,6 +184,28 @@ def test_tangents_are_refused_and_not_dropped(attention):
         with refused():
             torch.autograd.grad(out, q, forward_ad.make_dual(want, want))
         assert torch.equal(attention(q, k, v), want), "nothing here has a tangent"
+
+
+def test_what_is_no_tensor_is_named():
+    """Before and behind a call that passed, and where a mode looks on."""
+    q, k, v = leaves(8)[:3]
+    pairs = [[0, 11]]
+    ranges = torch.tensor(pairs)
+    sink = torch.zeros(1, 4)
+    given = {"q": q, "k": k, "v": v, "q_ranges": ranges, "k_ranges": ranges, "attn_type_map": torch.tensor([1])}
+    for look in (contextlib.nullcontext(), contextlib.nullcontext(), Seen()):
+        with look:
+            for name, x in (
+                ("q", None), ("q", q.tolist()), ("k", None), ("v", v.detach().numpy()), ("q_ranges", pairs),
+                ("k_ranges", ranges.numpy()), ("attn_type_map", [1]), ("sink", sink.tolist()),
+            ):  # fmt: skip
+                with pytest.raises(ContractError, match=f"^{name} is .*; give a tensor"):
+                    flex_flash_attn_func(**{**given, name: x})
+            with pytest.raises(ContractError, match="sink layout"):
+                flex_flash_attn_func(**given, sink_layout=["sh"])
+            with pytest.raises(ContractError, match=r"^q \(\), k"):
+                ffa_fa4_func(**{**given, "q": q[0, 0, 0]})
+            flex_flash_attn_func(**given, sink=sink)
 
 
 def test_on_a_torch_with_other_names_calls_are_ops(monkeypatch):
