@@ -10,7 +10,6 @@ take. What depends on shapes, options and environment alone is prepared once, in
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -26,6 +25,7 @@ from magi_attention.kernels.eager import Onlookers, needs_gradient, opaque_op
 from magi_attention.kernels.ffa.backend import FfaBackend
 from magi_attention.kernels.ffa.launch_cache import PreparedCall
 from magi_attention.kernels.ffa.operands import remember
+from magi_attention.kernels.ffa.plans import RangeSnapshot, has_version
 from magi_attention.kernels.instruments import untimed
 from magi_attention.kernels.reference.operands import delta_with_dlse
 from magi_attention.kernels.registry import default_registry
@@ -144,20 +144,18 @@ def _slices(ranges: RangeTensors) -> SliceTable:
 class _MaskRead:
     """The mask as a forward read it, for its backward."""
 
-    __slots__ = ("_k", "_q", "_slices", "_types")
+    __slots__ = ("_slices", "_snapshot")
 
     def __init__(self, slices: SliceTable, ranges: RangeTensors) -> None:
-        q, k, types = ranges
-        self._slices, self._q, self._k = slices, weakref.ref(q), weakref.ref(k)
-        self._types = None if types is None else weakref.ref(types)
+        # Inference tensors have none: torch says that they cannot be saved, once the forward has ended.
+        self._slices, self._snapshot = slices, RangeSnapshot(ranges) if has_version(ranges) else None
 
     def again(self, ranges: RangeTensors) -> SliceTable:
         """The mask, of the ranges that torch kept for the backward. ``ContractError`` if they are another one now."""
-        q, k, types = ranges
-        if self._q() is q and self._k() is k and (self._types is None or self._types() is types):
-            return self._slices  # that out and lse are of, even if hooks of saved tensors hid an edit from torch
-        # A checkpoint has computed out and lse again, or hooks have kept other tensors.
-        if _slices(ranges) != self._slices:
+        # Torch tells of edits, but not below a checkpoint, which computes out and lse again, nor with hooks of saved
+        # tensors. Either may also come with new ranges.
+        is_same = self._snapshot is not None and self._snapshot.is_of(ranges)
+        if not is_same and _slices(ranges) != self._slices:
             raise ContractError(
                 "The ranges of an attention call were another mask in its forward than they are in its backward, below "
                 "a checkpoint or hooks of saved tensors. Do not edit them in between; make new ones for the next call."

@@ -144,7 +144,7 @@ class RangeSnapshot:
 
     __slots__ = ("_k", "_q", "_state", "_types")
 
-    def __init__(self, mask: RangeTensors, forget: Callable[[object], object]) -> None:
+    def __init__(self, mask: RangeTensors, forget: Callable[[object], object] | None = None) -> None:
         q, k, types = mask
         self._state = self._state_of(q, k, types)
         self._q, self._k = weakref.ref(q, forget), weakref.ref(k, forget)

@@ -107,16 +107,18 @@ class Block:
     """Attention over ranges that change: in place, or by new tensors."""
 
     def __init__(self, edits: bool) -> None:
-        self.edits, self.end, self.ranges = edits, 11, torch.tensor([[0, 11]])
+        self.edits, self.end = edits, 11
+        self.ranges = self.new_ranges()
+
+    def new_ranges(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.tensor([[0, 11]]), torch.tensor([[0, self.end]])
 
     def change(self) -> None:
         self.end = 4
-        if self.edits:
-            self.ranges[0, 1] = 4
+        self.ranges[1][0, 1] = 4
 
     def __call__(self, q, k, v) -> torch.Tensor:
-        k_ranges = self.ranges if self.edits else torch.tensor([[0, self.end]])
-        return flex_flash_attn_func(q, k, v, torch.tensor([[0, 11]]), k_ranges)[0]
+        return flex_flash_attn_func(q, k, v, *(self.ranges if self.edits else self.new_ranges()))[0]
 
 
 def in_checkpoint(block: Block, *of: torch.Tensor) -> torch.Tensor:
@@ -140,7 +142,7 @@ def with_tensors_saved(block: Block, *of: torch.Tensor) -> torch.Tensor:
 
 CALLS = (
     (in_checkpoint, True, True), (in_checkpoint, False, True), (with_views_saved, True, True),
-    (with_copies_saved, True, False), (with_tensors_saved, True, False),
+    (with_tensors_saved, True, True), (with_copies_saved, True, False),
 )  # fmt: skip
 
 
