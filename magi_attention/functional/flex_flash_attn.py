@@ -178,7 +178,8 @@ def flex_flash_attn_func(
         or None, float32 (float64 for float64 inputs). lse is differentiable as out is, max_logits has no gradient.
 
     Raises:
-        ContractError: shapes, dtypes, devices or flags do not fit together.
+        ContractError: shapes, dtypes, devices or flags do not fit together. In the backward: ranges that the host
+            reads were changed since the forward, below a checkpoint or hooks of saved tensors.
         RangeError: a malformed range. The CUDA kernels plan on the GPU and leave such slices out without an error;
             with ``MAGI_ATTENTION_SANITY_CHECK=1`` they are refused there too.
         UnsupportedError: ``sparse_load`` without ``auto_range_merge``, ``disable_bwd_dkv_atomic_reduction``
