@@ -101,7 +101,11 @@ class Onlookers:
         ``UnsupportedError`` if one has a tangent, which the op would drop.
         """
         # A mode, a transform of functorch or a trace would see the op.
-        if is_compiling() or not self._is_known:
+        if not self._is_known:
+            return False
+        if is_compiling():  # torch.compile knows the variable by its name alone
+            if forward_ad._current_level >= 0:
+                _refuse_tangents(args)
             return False
         if self._tangents["_current_level"] >= 0:
             _refuse_tangents(args)

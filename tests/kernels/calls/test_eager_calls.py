@@ -179,6 +179,8 @@ def test_tangents_are_refused_and_not_dropped(attention):
         torch.func.jvp(attention, (q, k, v), (q, k, v))
     with refused():
         torch.func.jacfwd(attention, argnums=2)(q, k, v)
+    with refused():
+        torch.compile(lambda *of: torch.func.jvp(attention, of, of)[1], backend="eager")(q, k, v)
     want, out = attention(q, k, v), attention(q.requires_grad_(), k, v)
     with forward_ad.dual_level():
         with refused():
