@@ -145,9 +145,7 @@ def measure(tokens: int, options: argparse.Namespace, clock: Clock) -> list[dict
     times: dict[str, dict[str, list[float]]] = {name: {} for name in names}
     # The first round warms up: kernels of libraries are compiled in it, which takes minutes.
     todo = [(number, name) for number in range(options.rounds + 1) for name in names]
-    for number, name in steps(
-        todo, lambda x: f"{short(tokens)} tokens, {f'round {x[0]}' if x[0] else 'warm-up'}, {x[1]}", dist.get_rank() == 0
-    ):
+    for number, name in steps(todo, lambda x: f"{short(tokens)} tokens, round {x[0]}, {x[1]}", dist.get_rank() == 0):
         of, way = names[name]
         step = step_of(lambda of=of, way=way: call(of, way), tensors[of][:-1], tensors[of][-1])
         found = with_both(over_ranks(device_ms(step, clock, 1, options.repeats), clock.device))

@@ -82,7 +82,8 @@ def test_there_is_a_kernel_for_what_is_chosen(launcher):
         heads_kv = int(rng.choice((1, 4, 8, 16)))
         if rng.random() < 0.4:  # a work tile or two for each SM
             heads_kv = max(300 * 128 // mask.total_k, 1)
-        heads, dim = (heads_kv * int(rng.choice((1, 2, 3, 4, 5, 7, 8))), heads_kv), int(rng.choice((40, 64, 128, 128, 256)))
+        heads = heads_kv * int(rng.choice((1, 2, 3, 4, 5, 7, 8))), heads_kv
+        dim = int(rng.choice((40, 64, 128, 128, 256)))
         options = AttnOptions(0.3, deterministic=rng.random() < 0.5, softcap=float(rng.choice((0.0, 0.0, 0.0, 8.0))))
         shapes = (mask.total_q, heads[0], dim), (mask.total_k, heads[1], dim)
         found = select_schedule(*shapes, mask.slices, options, NUM_SMS)
