@@ -85,8 +85,9 @@ class MemoryUse:
 
     ``held``: what is there for the whole step, by name. ``moments``: what comes on top of it while the last block runs
     forward, at the loss, in the backward, and when the gradient of the embedding comes; only one of these at a time.
-    ``activations`` (between forward and backward, of all layers) are part of the first three, and ``gradients`` of the
-    backward, where these grow as those shrink. ``host``: bytes in host memory, by name. What CUDA, NCCL and the allocator take is not in it.
+    ``activations`` (between forward and backward, of all layers) are part of the first three, and ``gradients`` of
+    the backward, where these grow as those shrink. ``host``: bytes in host memory, by name. What CUDA, NCCL and the
+    allocator take is not in it.
     """
 
     rank: int
