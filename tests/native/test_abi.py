@@ -19,63 +19,25 @@ from magi_attention.native.planner import abi as schedule_abi
 from magi_attention.testing.waiting import DEADLINE_S
 
 INCLUDE = Path(__file__).resolve().parents[2] / "csrc" / "include"
-STRUCTS = {
-    "magi_tile_plan_header": abi.TilePlanHeader,
-    "magi_tile_desc": abi.TileDesc,
-    "magi_tile_segment": abi.TileSegment,
-    "magi_dropout": abi.Dropout,
-    "magi_ffa_fwd_params": abi.FfaFwdParams,
-    "magi_ffa_bwd_params": abi.FfaBwdParams,
-    "magi_ffa_remote": abi.FfaRemote,
-    "magi_ffa_index_fwd_params": index_abi.IndexFwdParams,
-    "magi_ffa_index_fwd_blocks_params": index_abi.IndexFwdBlocksParams,
-    "magi_ffa_index_bwd_params": index_abi.IndexBwdParams,
-    "magi_ffa_index_bwd_keys_params": index_abi.IndexBwdKeysParams,
-    "magi_ffa_index_sum_params": index_abi.IndexSumParams,
-    "magi_ffa_index_prepare_params": index_abi.IndexPrepareParams,
-    "magi_ffa_indexer_params": index_abi.IndexerParams,
-    "magi_ffa_indexer_kl_fwd_params": index_abi.IndexerKlFwdParams,
-    "magi_ffa_indexer_kl_bwd_params": index_abi.IndexerKlBwdParams,
-    "magi_symm_buffer": abi.SymmBuffer,
-    "magi_work_tile": schedule_abi.WorkTile,
-    "magi_work_list": schedule_abi.WorkListHeader,
-    "magi_partial": schedule_abi.Partial,
-    "magi_list_entry": schedule_abi.ListEntry,
-    "magi_schedule_problem": schedule_abi.ScheduleProblem,
-    "magi_schedule_choice": schedule_abi.ScheduleChoice,
-    "magi_waits": schedule_abi.Waits,
-    "magi_pairs": abi.Pairs,
-    "magi_symm_put_params": abi.SymmPutParams,
-    "magi_symm_unpack_params": abi.SymmUnpackParams,
-    "magi_symm_recv_reduce_params": abi.SymmRecvReduceParams,
-    "magi_symm_reduce_params": abi.SymmReduceParams,
-}
+
+
+def c_name(mirror: type) -> str:
+    """IndexFwdParams: ``magi_ffa_index_fwd_params``."""
+    family = "ffa_" if mirror.__module__ == index_abi.__name__ else ""
+    if mirror is schedule_abi.WorkListHeader:
+        return "magi_work_list"
+    return f"magi_{family}" + re.sub("(?<!^)([A-Z])", r"_\1", mirror.__name__).lower()
+
+
+MIRRORS = [x for m in (abi, schedule_abi, index_abi) for x in vars(m).values() if hasattr(x, "_fields_")]
+STRUCTS = {c_name(x): x for x in MIRRORS if x is not abi.SegmentGroup}  # which has no name in C
 CONSTANTS = {
-    "MAGI_SYMM_WORD_BYTES": abi.SYMM_WORD_BYTES,
-    "MAGI_SYMM_TENSORS": abi.SYMM_TENSORS,
-    "MAGI_SYMM_SIGNALS_PER_RANK": abi.SYMM_SIGNALS_PER_RANK,
-    "MAGI_SYMM_REDUCE_ROWS": abi.SYMM_REDUCE_ROWS,
-    "MAGI_SYMM_FAILED_SIGNAL": abi.SYMM_FAILED_SIGNAL,
-    "MAGI_ABI_VERSION": abi.ABI_VERSION,
-    "MAGI_TRAVERSAL_WRAP": schedule_abi.TRAVERSAL_WRAP,
-    "MAGI_LIST_SPLITS": schedule_abi.LIST_SPLITS,
-    "MAGI_OK": abi.OK,
-    "MAGI_INVALID_ARGUMENT": abi.INVALID_ARGUMENT,
-    "MAGI_UNSUPPORTED": abi.UNSUPPORTED,
-    "MAGI_CUDA_ERROR": abi.CUDA_ERROR,
-    "MAGI_CAPACITY": abi.CAPACITY,
-    "MAGI_BF16": abi.BF16,
-    "MAGI_FP16": abi.FP16,
-    "MAGI_FP32": abi.FP32,
-    "MAGI_ROW_PARTS": abi.ROW_PARTS,
-    "MAGI_ROW_RANGES": abi.ROW_RANGES,
-    "MAGI_RAW": abi.RAW,
-    "MAGI_ROWS_ALL": abi.ROWS_ALL,
-    "MAGI_ROWS_INT32": abi.ROWS_INT32,
-    "MAGI_RANGES_INT32": abi.RANGES_INT32,
-    "MAGI_RANGES_INT64": abi.RANGES_INT64,
-    "MAGI_FWD": abi.FWD,
-    "MAGI_BWD": abi.BWD,
+    f"MAGI_{name}": getattr(schedule_abi if name in ("TRAVERSAL_WRAP", "LIST_SPLITS") else abi, name)
+    for name in """
+        SYMM_WORD_BYTES SYMM_TENSORS SYMM_SIGNALS_PER_RANK SYMM_REDUCE_ROWS SYMM_FAILED_SIGNAL ABI_VERSION
+        TRAVERSAL_WRAP LIST_SPLITS OK INVALID_ARGUMENT UNSUPPORTED CUDA_ERROR CAPACITY BF16 FP16 FP32 ROW_PARTS
+        ROW_RANGES RAW ROWS_ALL ROWS_INT32 RANGES_INT32 RANGES_INT64 FWD BWD
+    """.split()
 }
 
 # ---- parameters of the row kernels, which are packed without a mirror
@@ -147,22 +109,12 @@ def test_structs(measured, name):
 
 def test_constants(measured):
     assert {name: measured[name] for name in CONSTANTS} == CONSTANTS
+    assert ctypes.sizeof(abi.TileSegment) == 4 * abi.SEGMENT_WORDS
 
 
 def test_rows_are_packed_as_c_lays_them_out(measured):
     assert {name: measured[name] for name in ROW_SIZES} == ROW_SIZES
     assert {key: measured[".".join(key)] for key in ROW_OFFSETS} == ROW_OFFSETS
-
-
-def test_addresses_are_the_tail_of_the_parameters():
-    assert abi.FFA_FWD_PREFIX_BYTES + abi.FFA_FWD_POINTERS.size == ctypes.sizeof(abi.FfaFwdParams)
-    assert abi.FFA_BWD_PREFIX_BYTES + abi.FFA_BWD_POINTERS.size == ctypes.sizeof(abi.FfaBwdParams)
-    assert abi.FFA_REMOTE_PREFIX_BYTES + abi.FFA_REMOTE_TAIL.size == ctypes.sizeof(abi.FfaRemote)
-    assert abi.SYMM_PUT_PREFIX_BYTES + abi.SYMM_PUT_TAIL.size == ctypes.sizeof(abi.SymmPutParams)
-    assert abi.SYMM_UNPACK_PREFIX_BYTES + abi.SYMM_UNPACK_TAIL.size == ctypes.sizeof(abi.SymmUnpackParams)
-    assert abi.SYMM_RECV_REDUCE_PREFIX_BYTES + abi.SYMM_RECV_REDUCE_TAIL.size == ctypes.sizeof(abi.SymmRecvReduceParams)
-    assert abi.SYMM_REDUCE_PREFIX_BYTES + abi.SYMM_REDUCE_TAIL.size == ctypes.sizeof(abi.SymmReduceParams)
-    assert ctypes.sizeof(abi.TileSegment) == 4 * abi.SEGMENT_WORDS
 
 
 LIBRARIES = {  # headers, what is bound, and functions of another header that a library has, too
