@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recurrent layers over fragments: float64, against token-by-token recurrences of each document alone."""
+"""What recurrent layers are made of, states and convolutions over fragments: in float64, beside documents alone."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 import torch
-from recurrences import LAYERS, Inputs, random_inputs, run
 
 from magi_attention.api import (
     DispatchConfig,
@@ -24,49 +23,6 @@ from magi_attention.comm.transport.fake import FakeWorld
 from magi_attention.errors import ContractError, PeerFailureError
 from magi_attention.meta.planner import PlanOptions, plan_for_partitions
 from magi_attention.testing.random_plans import random_documents, random_plan
-from magi_attention.testing.spawn import run_processes
-
-
-def alone(layer: str, x: Inputs, plan, weight: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Each document from a zero state: out and gradients of all inputs."""
-    cu = list(plan.cu_seqlens)
-    leaves = Inputs(*(tensor.clone().requires_grad_() for tensor in x))
-    zero = x.v.new_zeros(len(cu) - 1, x.q.shape[1], x.q.shape[2], x.v.shape[2])
-    out, _ = run(layer, leaves, zero, cu)
-    # beta is no input of layers without a delta rule
-    grads = torch.autograd.grad((out * weight).sum(), leaves, allow_unused=True)
-    return out.detach(), [torch.zeros_like(t) if g is None else g for t, g in zip(x, grads)]
-
-
-def of_rank(layer: str, x: Inputs, plan, weight: torch.Tensor, transport, **options):
-    """The same by ``run_recurrent`` on one rank, gathered."""
-    local = Inputs(*(plan.shard(tensor, transport).requires_grad_() for tensor in x))
-    if options.pop("has_decay", False):
-        options["log_decay"] = local.log_decay
-    if options.pop("has_inputs", True):
-        options["inputs"] = (local.q, local.k, local.log_decay, local.beta)
-
-    def kernel(value, initial_state, cu_seqlens, q=local.q, k=local.k, log_decay=local.log_decay, beta=local.beta):
-        return run(layer, Inputs(q, k, value, log_decay, beta), initial_state, cu_seqlens.tolist())
-
-    out = run_recurrent(kernel, local.v, x.q.shape[2], plan, transport, state_dtype=torch.float64, **options)
-    (out * plan.shard(weight, transport)).sum().backward()
-    grads = [torch.zeros_like(t) if t.grad is None else t.grad for t in local]
-    return [plan.gather(t.detach(), transport) for t in (out, *grads)]
-
-
-@pytest.mark.parametrize("layer", LAYERS)
-@pytest.mark.parametrize("seed", range(14))
-def test_layers_equal_documents_alone(layer: str, seed: int) -> None:
-    print("seed", seed)
-    plan = random_plan(np.random.default_rng(seed), most_tokens=40, most_ranks=4)
-    x = random_inputs(layer, plan.total_tokens, seed)
-    weight = torch.randn(plan.total_tokens, 2, 4, dtype=torch.float64)
-    out, grads = alone(layer, x, plan, weight)
-    has_decay = layer in ("mamba2", "gla") and seed % 2 == 0
-    for found in FakeWorld(plan.cp_size).run(lambda t: of_rank(layer, x, plan, weight, t, has_decay=has_decay)):
-        for got, want in zip(found, (out, *grads)):
-            torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-11)
 
 
 def summaries(plan, kind: int, seed: int, heads: int = 2, key: int = 3, width: int = 4):
@@ -282,18 +238,3 @@ def test_an_error_of_one_rank_reaches_the_others() -> None:
             pass_states(torch.zeros(count, 2), state, plan, t)
 
     FakeWorld(2).run(rank)
-
-
-def in_processes(rank: int, world: int, seed: int) -> list[torch.Tensor]:
-    plan = make_plan(Mask.varlen([0, 5, 37, 41], causal=True), world, DistAttnConfig(DispatchConfig(3)))
-    x, weight = random_inputs("gated_delta", 41, seed), torch.ones(41, 2, 4, dtype=torch.float64)
-    return of_rank("gated_delta", x, plan, weight, None)
-
-
-def test_it_runs_on_gloo() -> None:
-    plan = make_plan(Mask.varlen([0, 5, 37, 41], causal=True), 3, DistAttnConfig(DispatchConfig(3)))
-    x, weight = random_inputs("gated_delta", 41, 7), torch.ones(41, 2, 4, dtype=torch.float64)
-    out, grads = alone("gated_delta", x, plan, weight)
-    for found in run_processes(3, in_processes, 7):
-        for got, want in zip(found, (out, *grads)):
-            torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-11)
