@@ -19,17 +19,10 @@ from magi_attention.compat import paths
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.parametrize("path", paths.MODULES)
-def test_a_published_path_is_the_module_that_is_at_home_elsewhere(path) -> None:
-    name, home = f"magi_attention.{path}", f"magi_attention.{paths.MODULES[path]}"
-    assert importlib.util.find_spec(name) is not None
-    module = importlib.import_module(name)
-    assert module is importlib.import_module(home) is sys.modules[name]
-    assert module.__name__ == module.__spec__.name == home
-    parent, _, last = name.rpartition(".")
-    space: dict = {}
-    exec(f"import {name} as a\nfrom {parent} import {last} as b\nimport {name}\nc = {name}", space)
-    assert space["a"] is space["b"] is space["c"] is module
+def python(*arguments: str) -> str:
+    done = subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def _moved(former: str) -> list[tuple[str, str]]:
@@ -41,11 +34,15 @@ def _moved(former: str) -> list[tuple[str, str]]:
     return [(former + end, home + end) for end in ends]
 
 
-@pytest.mark.parametrize(("former", "now"), [pair for former in paths.FORMER for pair in _moved(former)])
-def test_a_former_path_is_the_module_where_it_is_now(former, now) -> None:
-    name, home = f"magi_attention.{former}", f"magi_attention.{now}"
+@pytest.mark.parametrize(
+    ("path", "home"), [*paths.MODULES.items(), *(pair for former in paths.FORMER for pair in _moved(former))]
+)
+def test_a_published_or_former_path_is_the_module_that_is_at_home_elsewhere(path, home) -> None:
+    name, home = f"magi_attention.{path}", f"magi_attention.{home}"
+    assert importlib.util.find_spec(name) is not None
     module = importlib.import_module(name)
-    assert module is importlib.import_module(home) is sys.modules[name] and module.__spec__.name == home
+    assert module is importlib.import_module(home) is sys.modules[name]
+    assert module.__name__ == module.__spec__.name == home
     parent, _, last = name.rpartition(".")
     space: dict = {}
     exec(f"import {name} as a\nfrom {parent} import {last} as b\nimport {name}\nc = {name}", space)
@@ -70,16 +67,15 @@ def test_what_a_moved_folder_lacks_is_not_found() -> None:
     assert importlib.util.find_spec("magi_attention.simulate.no_such_module") is None
 
 
-def test_python_m_of_a_former_path() -> None:
+def test_python_m() -> None:
     """The program sees the file it is in, as under its own path: a launcher starts it from a folder of its own."""
     said = []
     for module in ("magi_attention.launch.node", "magi_attention.tools.launch.node"):
         code = f"import runpy, sys; sys.argv[1:] = []; print(runpy.run_module({module!r})['__file__'])"
-        for command in (["-c", code], ["-m", module, "--help"]):
-            done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=600)
-            assert done.returncode == 0, done.stderr
-            said.append(done.stdout)
+        said += [python("-c", code), python("-m", module, "--help")]
     assert said[:2] == said[2:] and said[0].strip().endswith("tools/launch/node.py")
+    python("-c", "import runpy; runpy.run_module('magi_attention._version', run_name='__main__')")
+    python("-m", "magi_attention.functional.dispatch")
 
 
 @pytest.mark.parametrize("module", paths.NAMES)
@@ -130,23 +126,14 @@ def test_pickles_that_name_published_paths() -> None:
     assert old != text and pickle.loads(old) == pickle.loads(text) == wanted
 
 
-def test_python_m() -> None:
-    command = [sys.executable, "-c", "import runpy; runpy.run_module('magi_attention._version', run_name='__main__')"]
-    assert subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600).returncode == 0
-    command = [sys.executable, "-m", "magi_attention.functional.dispatch"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
-
-
 def test_a_bare_import_loads_none_of_it() -> None:
     code = (
         "import sys, magi_attention; print([m for m in sys.modules if m.startswith('magi_attention.compat.')]);"
         "print('torch' in sys.modules);"
         "import magi_attention.functional; print([m for m in sys.modules if m.startswith('magi_attention.compat.')])"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=600)
     table = "['magi_attention.compat.paths']"
-    assert done.stdout.split("\n")[:3] == [table, "False", table], done.stderr
+    assert python("-c", code).split("\n")[:3] == [table, "False", table]
 
 
 # What the published 1.1.1 imports with itself, as far as it is here.
@@ -177,8 +164,7 @@ def test_what_the_published_package_imports_with_itself(first) -> None:
         "    module = functools.reduce(getattr, path.split('.'), magi_attention)\n"
         "    assert module is sys.modules['magi_attention.' + path], path\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
+    python("-c", code)
 
 
 def test_threads_that_import_the_same_path_at_once() -> None:
@@ -191,8 +177,7 @@ def test_threads_that_import_the_same_path_at_once() -> None:
         "[t.start() for t in threads]; [t.join() for t in threads]\n"
         "assert len(got) == len(names) and len({id(m) for m in got}) == 2\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
+    python("-c", code)
 
 
 def test_installing_again_leaves_one_finder() -> None:

@@ -97,15 +97,3 @@ def test_index_patterns_reach_the_kernel():
     agree(out.reshape(q.shape), dense(q, k, v, mask), inputs)
     logical = torch.where(indices < 0, indices, indices // HK)
     agree(flex_flash_attn_func(q, k, v, index_sparse_indices=logical)[0], dense(q, k, v, mask), inputs)
-
-
-def test_patterns_of_query_heads_by_position():
-    """The published order of all arguments, for functions whose arguments could be taken for one another."""
-    torch.manual_seed(5)
-    pattern, rows, columns = su.generate_variable_block_sparse_pattern(
-        HQ, HK, 20, 30, 3, 4, 0.5, "per_q_head", 3, 2, "cpu"
-    )
-    mask = su.get_sdpa_mask_from_var_block_mask(pattern, 20, 30, rows, columns, HQ, 2)
-    assert mask.shape == (2, HQ, 20, 30)
-    ranges = su.generate_ranges_from_var_block_mask(su.flatten_block_mask(pattern, HQ, HK), rows, columns, HQ, HK)
-    assert int(((ranges[0][:, 1] - ranges[0][:, 0]) * (ranges[1][:, 1] - ranges[1][:, 0])).sum()) == int(mask[0].sum())

@@ -81,7 +81,7 @@ def test_variable_blocks(mode):
     assert rows.min() >= 2 and columns.min() >= 5 and len(set(rows.flatten().tolist())) > 1
     dense = su.get_sdpa_mask_from_var_block_mask(mask, sq, sk, rows, columns, hq)
     assert dense.shape == (1, hq, sq, sk)
-    padded = su.get_sdpa_mask_from_var_block_mask(mask, sq + 2, sk - 1, rows, columns, hq, bsz=3)
+    padded = su.get_sdpa_mask_from_var_block_mask(mask, sq + 2, sk - 1, rows, columns, hq, 3)
     assert padded.shape == (3, hq, sq + 2, sk - 1) and not padded[:, :, sq:].any()
     assert (padded[2, :, :sq] == dense[0, :, :, :-1]).all()
     edge = int(rows[0, 0]), int(columns[0, 0])
