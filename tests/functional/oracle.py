@@ -21,12 +21,13 @@ class Truth:
     dsink: torch.Tensor | None
 
 
-def dense_attention(q, k, v, mask, scale, softcap=0.0, sink=None):
-    """out, lse, logits by the definition; -inf rows give zeros without producing NaN. ``mask`` (Tq, Tk) or
-    (Hq, Tq, Tk) bool; ``sink`` (S, Hq) or (Tq, S, Hq)."""
+def dense_attention(q, k, v, mask, scale=None, softcap=0.0, sink=None):
+    """out, lse, logits by the definition; -inf rows give zeros without producing NaN. ``mask`` (Tq, Tk), or
+    (Hq, Tq, Tk) or (Hk, Tq, Tk) bool; ``sink`` (S, Hq) or (Tq, S, Hq)."""
     group = q.shape[1] // k.shape[1]
     keys, values = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    logits = torch.einsum("qhd,khd->hqk", q, keys) * scale
+    mask = mask.repeat_interleave(group, 0) if mask.dim() == 3 and len(mask) == k.shape[1] else mask
+    logits = torch.einsum("qhd,khd->hqk", q, keys) * (q.shape[2] ** -0.5 if scale is None else scale)
     if softcap > 0:
         logits = softcap * torch.tanh(logits / softcap)
     logits = logits.masked_fill(~mask, float("-inf"))

@@ -41,17 +41,6 @@ def allowed_by(indices, total_k, block=1, start=None, end=None):
     return allowed
 
 
-def truth(leaves, allowed, scale=None, softcap=0.0, sink=None):
-    """out, lse and the largest logits of heads."""
-    q, k, _ = leaves
-    allowed, scale = (
-        allowed.repeat_interleave(q.shape[1] // k.shape[1], 0),
-        q.shape[2] ** -0.5 if scale is None else scale,
-    )
-    out, lse, logits = dense_attention(*leaves, allowed, scale, softcap, sink)
-    return out, lse, logits.flatten(1).amax(1)
-
-
 @pytest.mark.parametrize("has_v", (True, False))
 @pytest.mark.parametrize("case", range(12))
 def test_every_option_is_as_in_a_dense_softmax(case, has_v, monkeypatch):
@@ -68,7 +57,7 @@ def test_every_option_is_as_in_a_dense_softmax(case, has_v, monkeypatch):
         sink = torch.randn(shape, dtype=torch.float64, generator=gen).requires_grad_()
         inputs.append(sink)
     options = dict(scale=0.7 if case % 2 else None, softcap=1.5 if case >= 6 else 0.0, sink=sink)
-    want, lse, largest = truth([q, k, values], allowed_by(indices, sizes[1]), **options)
+    want, lse, logits = dense_attention(q, k, values, allowed_by(indices, sizes[1]), **options)
     options["softmax_scale"] = options.pop("scale")
     options |= {} if has_v else {"head_dim_v": width}
     out, meta = index_attn_func(
@@ -77,7 +66,7 @@ def test_every_option_is_as_in_a_dense_softmax(case, has_v, monkeypatch):
     )  # fmt: skip
     torch.testing.assert_close(out, want)
     torch.testing.assert_close(meta.lse, lse.detach())
-    torch.testing.assert_close(meta.max_logits, largest.detach())
+    torch.testing.assert_close(meta.max_logits, logits.detach().amax((1, 2)))
     assert meta.lse.requires_grad and not meta.max_logits.requires_grad
     dout = torch.randn(out.shape, dtype=out.dtype, generator=gen)
     for got, wanted in zip(*(torch.autograd.grad(x, inputs, dout) for x in (out, want))):
@@ -92,7 +81,7 @@ def test_lists_of_blocks_between_bounds():
     for bounds in ({}, dict(k_start=start), dict(k_end=end), dict(k_start=start, k_end=end)):
         lists = prepare_indices(indices, 21, k_block_size=6, **bounds)
         allowed = allowed_by(indices, 21, 6, bounds.get("k_start"), bounds.get("k_end"))
-        results = index_attn_func(*leaves, lists)[0], truth(leaves, allowed)[0]
+        results = index_attn_func(*leaves, lists)[0], dense_attention(*leaves, allowed)[0]
         torch.testing.assert_close(*results)
         for pair in zip(*(torch.autograd.grad(x.sum(), leaves) for x in results)):
             torch.testing.assert_close(*pair)
@@ -108,18 +97,25 @@ def test_layers_share_prepared_lists():
         index_attn_func(*leaves, indices[:, :1])
 
 
-def test_poison_in_what_nobody_sees_stays_there():
+def attend(leaves, indices, width, **options):
+    """``leaves`` without values: these are the first ``width`` columns of the keys."""
+    v, options = (leaves[2], options) if len(leaves) == 3 else (None, {"head_dim_v": width, **options})
+    return index_attn_func(*leaves[:2], v, indices, **options)
+
+
+@pytest.mark.parametrize("given", (3, 2), ids=["values", "columns"])
+def test_poison_in_what_nobody_sees_stays_there(given):
     leaves, indices = draw(SIZES[0], 8)
     indices[indices == 0] = 1  # row 0 stands for what is not seen
     indices[2] = -1
-    want = index_attn_func(*leaves, indices)
+    want = attend(leaves[:given], indices, 5)
     dout = torch.ones_like(want[0])
-    wanted = torch.autograd.grad(want[0], leaves, dout)
+    wanted = torch.autograd.grad(want[0], leaves[:given], dout)
     unseen = ~allowed_by(indices, 9).any(1)  # (Hk, Tk)
     q, k, v = poisoned = [x.detach().clone() for x in leaves]
     q[2], k[unseen.t()], v[unseen.t()] = (float("nan"),) * 3
-    poisoned = [x.requires_grad_() for x in poisoned]
-    out, meta = index_attn_func(*poisoned, indices)
+    poisoned = [x.requires_grad_() for x in poisoned[:given]]
+    out, meta = attend(poisoned, indices, 5)
     dout[2] = float("nan")
     assert unseen[:, 0].all() and torch.equal(out, want[0]) and torch.equal(meta.lse, want[1].lse)
     assert (out[2] == 0).all() and (meta.lse[2] == NEG_INF).all()
@@ -131,7 +127,7 @@ def test_poison_in_what_nobody_sees_stays_there():
 def test_the_same_bits_again_and_for_any_order_of_a_list(dtype):
     leaves, indices = draw((33, 50, 8, 2, 32, 16, 24), 4)
     leaves = [x.detach().to(dtype).requires_grad_() for x in leaves]
-    want = truth([x.double() for x in leaves], allowed_by(indices, 50))[0]
+    want = dense_attention(*(x.double() for x in leaves), allowed_by(indices, 50))[0]
     runs = []
     for lists in (indices, indices, indices.flip(-1)):
         out, meta = index_attn_func(*leaves, lists, deterministic=True)
@@ -142,13 +138,15 @@ def test_the_same_bits_again_and_for_any_order_of_a_list(dtype):
     torch.testing.assert_close(runs[0][0].double(), want, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("sizes", [(0, 4, 2, 1, 4, 4, 3), (3, 0, 2, 1, 4, 4, 2), (3, 4, 2, 1, 4, 4, 0)], ids=str)
-def test_nothing_to_see_gives_zeros(sizes):
+@pytest.mark.parametrize("given", (3, 2), ids=["values", "columns"])
+@pytest.mark.parametrize(
+    "sizes", [(0, 4, 2, 1, 4, 3, 3), (3, 0, 2, 1, 4, 3, 2), (3, 4, 2, 1, 4, 3, 0), (3, 4, 2, 1, 4, 3, 2)], ids=str
+)
+def test_nothing_to_see_gives_zeros(sizes, given):
     leaves, _ = draw((*sizes[:1], max(sizes[1], 1), *sizes[2:]), 0)
-    leaves = [leaves[0], *(x.detach()[: sizes[1]].requires_grad_() for x in leaves[1:])]
-    indices = torch.full((sizes[0], 1, sizes[6]), -1)
-    out, meta = index_attn_func(*leaves, indices, return_max_logits=True)
-    assert out.shape == (sizes[0], 2, 4) and (out == 0).all()
+    leaves = [leaves[0], *(x.detach()[: sizes[1]].requires_grad_() for x in leaves[1:given])]
+    out, meta = attend(leaves, torch.full((sizes[0], 1, sizes[6]), -1), 3, return_max_logits=True)
+    assert out.shape == (sizes[0], 2, 3) and (out == 0).all()
     assert (meta.lse == NEG_INF).all() and (meta.max_logits == NEG_INF).all()
     assert all((g == 0).all() for g in torch.autograd.grad(out.sum(), leaves))
 
@@ -203,25 +201,6 @@ def test_ops_are_registered_soundly(has_v):
         grad.sum().backward()
 
 
-def test_columns_as_values_where_there_is_nothing_to_see():
-    """Empty lists, no keys at all, and poison in keys that nobody lists."""
-    for sizes in ((3, 0, 2, 1, 4, 3, 2), (3, 4, 2, 1, 4, 3, 0), (0, 4, 2, 1, 4, 3, 3), (3, 4, 2, 1, 4, 3, 2)):
-        (q, k, _), _ = draw((*sizes[:1], max(sizes[1], 1), *sizes[2:]), 0)
-        k = k.detach()[: sizes[1]].requires_grad_()
-        out, meta = index_attn_func(q, k, None, torch.full((sizes[0], 1, sizes[6]), -1), head_dim_v=3)
-        assert out.shape == (sizes[0], 2, 3) and (out == 0).all() and (meta.lse == NEG_INF).all()
-        assert all((g == 0).all() for g in torch.autograd.grad(out.sum(), (q, k)))
-    (q, k, _), indices = draw(SIZES[0], 8)
-    indices[indices == 0], indices[2] = 1, -1  # row 0 stands for what is not seen
-    unseen = ~allowed_by(indices, 9).any(1).t()
-    poisoned = k.detach().masked_fill(unseen[..., None], float("nan")).requires_grad_()
-    runs = []
-    for keys in (k, poisoned):
-        out, _ = index_attn_func(q, keys, None, indices, head_dim_v=5)
-        runs.append([out, *torch.autograd.grad(out.sum(), (q, keys))])
-    assert unseen[0].all() and (out[2] == 0).all() and all(torch.equal(*pair) for pair in zip(*runs))
-
-
 def test_values_are_given_in_one_way():
     (q, k, v), indices = draw(SIZES[0], 2)
     for values, options, words in (
@@ -255,7 +234,7 @@ def test_published_spellings_say_the_same():
     assert torch.equal(older.reshape(want.shape), want)
     blocks = torch.where(indices < 0, indices, indices // 4)
     by_blocks, _ = flex_flash_attn_func(*leaves, index_sparse_indices=blocks, sparse_k_block_size=4)
-    torch.testing.assert_close(by_blocks, truth(leaves, allowed_by(blocks, 9, 4))[0])
+    torch.testing.assert_close(by_blocks, dense_attention(*leaves, allowed_by(blocks, 9, 4))[0])
     spelled = torch.compile(
         lambda q, k, v, lists: flex_flash_attn_func(q, k, v, index_sparse_indices=lists, sparse_k_block_size=4)[0],
         fullgraph=True, backend="aot_eager",

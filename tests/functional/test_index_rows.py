@@ -21,7 +21,7 @@ from magi_attention.api import (
 from magi_attention.comm.transport.fake import FakeWorld
 from magi_attention.errors import ContractError
 
-F64 = torch.float64
+F64, NEG_INF = torch.float64, float("-inf")
 
 
 def make(total, world, chunk, uneven=False):
@@ -40,17 +40,18 @@ def draw(total, heads, width, seed, reach=None):
     return tensors, indices
 
 
-def whole(tensors, indices, dout, sink, **options):
-    """Out, lse and gradients of q, k, v and the sink, pair by pair in one softmax over all tokens."""
-    leaves = [x.clone().requires_grad_() for x in (*tensors, sink)]
-    q, k, v, sink = leaves
+def whole(tensors, indices, dout, dlse, sink, **options):
+    """Out, lse and gradients of q, k, v and the sink, pair by pair in one softmax over all tokens. Without v, values
+    are the first columns of k."""
+    leaves = [x.clone().requires_grad_() for x in (*tensors, *sink)]
+    (q, k, *v), sink = leaves[: len(tensors)], leaves[len(tensors) :]
     seen = (indices[..., None] == torch.arange(len(k))).any(2).permute(1, 0, 2)
-    seen = seen.repeat_interleave(q.shape[1] // k.shape[1], 0)
-    out, lse, _ = dense_attention(q, k, v, seen, options["softmax_scale"], options["softcap"], sink)
-    return [out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, dout)]
+    out, lse, _ = dense_attention(q, k, v[0] if v else k[..., :5], seen, *options.values(), *sink)
+    loss = (out * dout).sum() + (lse * dlse)[lse.isfinite()].sum()
+    return [out.detach(), lse.detach(), *torch.autograd.grad(loss, leaves)]
 
 
-@settings(max_examples=30, deadline=None, print_blob=True)
+@settings(max_examples=50, deadline=None, print_blob=True)
 @given(
     total=st.integers(4, 40),
     world=st.sampled_from([1, 2, 4]),
@@ -58,32 +59,47 @@ def whole(tensors, indices, dout, sink, **options):
     uneven=st.booleans(),
     heads=st.sampled_from([(4, 2), (3, 3), (4, 1)]),
     width=st.sampled_from([0, 1, 3, 9]),
+    has=st.tuples(st.booleans(), st.booleans(), st.booleans()),
     seed=st.integers(0, 10**6),
 )
-def test_over_ranks_it_is_one_softmax(total, world, chunk, uneven, heads, width, seed):
-    """Pad rows and their lists hold poison; every rank's lists reach everywhere."""
-    plan = make(total, world, chunk, uneven)
+def test_over_ranks_it_is_one_softmax(total, world, chunk, uneven, heads, width, has, seed):
+    """Pad rows and their lists hold poison; every rank's lists reach everywhere. With values or without, sinks or none,
+    and a loss of lse, whose slope is infinite for rows that see nothing."""
+    plan, (has_v, has_sink, uses_lse) = make(total, world, chunk, uneven), has
     tensors, indices = draw(total, heads, width, seed)
-    gen = torch.Generator().manual_seed(seed)
-    dout, sink = torch.randn(total, heads[0], 5, generator=gen, dtype=F64), torch.randn(2, heads[0], generator=gen)
+    tensors, gen = tensors[: 2 + has_v], torch.Generator().manual_seed(seed)
+    dout, dlse, sink = (
+        torch.randn(s, generator=gen, dtype=F64) for s in ((total, heads[0], 5), (total, heads[0]), (2, heads[0]))
+    )
+    sinks = [sink] * has_sink
     options = dict(softmax_scale=0.4, softcap=3.0)
-    want = whole(tensors, indices, dout, sink.double(), **options)
+    want = whole(tensors, indices, dout, dlse * uses_lse, sinks, **options)
 
     def rank(transport):
-        local = [plan.shard(x, transport, float("nan")).requires_grad_() for x in tensors]
-        leaves = [*local, sink.double().requires_grad_()]
+        leaves = [plan.shard(x, transport, float("nan")).requires_grad_() for x in tensors]
+        leaves += [x.clone().requires_grad_() for x in sinks]
+        (q, k, *v), own = leaves[: len(tensors)], leaves[len(tensors) :]
         lists = plan.shard(indices, transport, 0)  # those of pad rows: all see token 0
-        out, meta = attend_index(*local, lists, plan, transport, sink=leaves[3], **options)
+        values = dict(v=v[0]) if v else dict(v=None, head_dim_v=5)
+        more = dict(sink=own[0], **options) if own else options
+        out, meta = attend_index(q, k, indices=lists, plan=plan, group=transport, **values, **more)
         is_pad = torch.from_numpy(plan.position_array(transport.rank)) >= total
-        grads = torch.autograd.grad(out, leaves, plan.shard(dout, transport, 7.0).masked_fill(is_pad[:, None, None], 0))
+        of_out = plan.shard(dout, transport, 7.0).masked_fill(is_pad[:, None, None], 0)
+        of_lse = plan.shard(dlse, transport).masked_fill(meta.lse == NEG_INF, NEG_INF)
+        losses = (out, meta.lse)[: 1 + uses_lse], (of_out, of_lse)[: 1 + uses_lse]
+        grads = torch.autograd.grad(losses[0], leaves, losses[1])
         assert not out[is_pad].any() and not grads[0][is_pad].any()
-        return [*(plan.gather(x.detach(), transport) for x in (out, meta.lse, *grads[:3])), grads[3]]
+        return [
+            *(plan.gather(x.detach(), transport) for x in (out, meta.lse, *grads[: len(tensors)])),
+            *grads[len(tensors) :],
+        ]
 
     results = FakeWorld(world).run(rank)
     for got in results:
-        for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), got, want):
+        for name, a, b in zip(("out", "lse", "dq", "dk", "dv")[: 4 + has_v], got, want):
             torch.testing.assert_close(a, b, atol=1e-11, rtol=1e-11, msg=name)
-    torch.testing.assert_close(sum(got[5] for got in results), want[5], atol=1e-11, rtol=1e-11)
+    if has_sink:
+        torch.testing.assert_close(sum(got[-1] for got in results), want[-1], atol=1e-11, rtol=1e-11)
 
 
 @pytest.mark.parametrize("is_prepared", [False, True])
@@ -182,14 +198,8 @@ def test_values_that_are_columns_of_the_keys_travel_once():
     for ours, theirs in zip(*(FakeWorld(3).run(rank, with_v) for with_v in (False, True))):
         for a, b in zip(ours, theirs):
             torch.testing.assert_close(a, b, atol=1e-12, rtol=1e-12)
-    alone = make(30, 1, 5)
-    for v, options, words in (
-        (None, dict(head_dim_v=7), "head_dim_v is 7, and k has only 6 columns"),
-        (None, {}, "v is None: give head_dim_v"),
-        (k, dict(head_dim_v=4), "give one of the two"),
-    ):
-        with pytest.raises(ContractError, match=words):
-            attend_index(q, k, v, indices, alone, **options)
+    with pytest.raises(ContractError, match="give one of the two"):
+        attend_index(q, k, k, indices, make(30, 1, 5), head_dim_v=4)
 
 
 def test_the_same_bits_on_every_run_in_low_precision():

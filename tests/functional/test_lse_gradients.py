@@ -10,12 +10,11 @@ import pytest
 import torch
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
-from oracle import dense_attention, truth
+from oracle import truth
 from test_dist_attn import TOLERANCE, Case, cases, make_policy, make_problem
 from test_dist_attn_with_moves import with_moves
-from test_index_rows import draw, make
 
-from magi_attention.api import attend_index, block_sparse_attn_func, flex_flash_attn_func, index_attn_func
+from magi_attention.api import block_sparse_attn_func, flex_flash_attn_func, index_attn_func
 from magi_attention.comm.transport.base import SingleTransport
 from magi_attention.comm.transport.fake import FakeWorld
 from magi_attention.common.slices import SliceTable, to_dense
@@ -143,44 +142,6 @@ def test_a_row_that_sees_its_sink_alone() -> None:
     _, meta = flex_flash_attn_func(q, k, v, nothing, nothing, sink=sink)
     (dsink,) = torch.autograd.grad(meta.lse.sum(), sink)
     torch.testing.assert_close(dsink, 4 * sink.softmax(0))
-
-
-@pytest.mark.parametrize("case", range(6))
-def test_index_attention_over_ranks(case: int) -> None:
-    """Beside one softmax over all tokens; values of their own and columns of the keys."""
-    total, world, seed, has_v = 22 + case, (1, 2, 4)[case % 3], 900 + case, case % 2 == 0
-    print(f"seed {seed}")
-    plan, gen = make(total, world, 3), torch.Generator().manual_seed(seed)
-    (q, k, v), indices = draw(total, (4, 2), 5, seed)
-    weight, dlse = torch.randn(total, 4, 5, generator=gen, dtype=F64), torch.randn(total, 4, generator=gen, dtype=F64)
-    sink = torch.randn(2, 4, generator=gen, dtype=F64) if case >= 3 else None
-    seen = (indices[..., None] == torch.arange(total)).any(2).permute(1, 0, 2).repeat_interleave(2, 0)
-    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    extra = None if sink is None else sink.clone().requires_grad_()
-    out, lse, _ = dense_attention(*leaves[:2], leaves[2] if has_v else leaves[1][..., :5], seen, 0.4, 2.0, extra)
-    named = [*leaves[: 2 + has_v], *([] if extra is None else [extra])]
-    want = torch.autograd.grad((out * weight).sum() + (lse * dlse)[lse.isfinite()].sum(), named)
-
-    def rank(transport):
-        own = [plan.shard(x, transport).detach().requires_grad_() for x in (q, k, v)]
-        own_sink = None if sink is None else sink.clone().requires_grad_()
-        lists = plan.shard(indices, transport, -1)
-        values = dict(v=own[2]) if has_v else dict(v=None, head_dim_v=5)
-        out, meta = attend_index(
-            *own[:2], indices=lists, plan=plan, group=transport, sink=own_sink, softmax_scale=0.4, softcap=2.0, **values
-        )
-        grad_of_lse = plan.shard(dlse, transport).masked_fill(meta.lse == NEG_INF, NEG_INF)
-        loss = (out, meta.lse), (plan.shard(weight, transport), grad_of_lse)
-        inputs = [*own[: 2 + has_v], *([] if own_sink is None else [own_sink])]
-        grads = torch.autograd.grad(loss[0], inputs, loss[1])
-        return [plan.gather(x, transport) for x in grads[: 2 + has_v]], grads[2 + has_v :]
-
-    results = FakeWorld(world).run(rank)
-    for got, _ in results:
-        for name, a, b in zip(("dq", "dk", "dv"), got, want):
-            torch.testing.assert_close(a, b, atol=1e-11, rtol=1e-11, msg=name)
-    if sink is not None:
-        torch.testing.assert_close(sum(x[0] for _, x in results), want[-1], atol=1e-11, rtol=1e-11)
 
 
 @pytest.mark.parametrize("cp", [1, 3])
