@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, note, settings
-from test_dist_attn import Case, cases, check_beside_dense, make_config, make_problem
+from test_dist_attn import LOSSES, Case, cases, check_beside_dense, make_config, make_problem
 
 from magi_attention.common.slices import SliceTable, areas, to_dense
 from magi_attention.config import DispatchConfig, DistAttnConfig
@@ -25,12 +25,12 @@ def with_moves(case: Case):
     return plan, slices, total, tensors, sink
 
 
-@settings(max_examples=50, deadline=None, print_blob=True)
-@given(case=cases)
-def test_equals_dense_attention(case: Case) -> None:
+@settings(max_examples=100, deadline=None, print_blob=True)
+@given(case=cases, losses=LOSSES)
+def test_equals_dense_attention(case: Case, losses: str) -> None:
     note(f"seed {case.seed}")
     torch.set_num_threads(1)
-    check_beside_dense(case, *with_moves(case))
+    check_beside_dense(case, *with_moves(case), losses)
 
 
 @pytest.mark.parametrize("is_high,has_sink", [(False, False), (True, False), (False, True)])

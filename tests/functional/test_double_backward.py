@@ -7,26 +7,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_layout import layouts, make
 
 from magi_attention.comm.transport.base import SingleTransport
 from magi_attention.comm.transport.fake import FakeWorld
-from magi_attention.common.mask import Mask
-from magi_attention.config import DispatchConfig, DistAttnConfig
 from magi_attention.errors import UnsupportedError
 from magi_attention.functional import AttnRuntime
 from magi_attention.functional.dist_attn import dist_attn
 from magi_attention.functional.fa4 import ffa_fa4_func
 from magi_attention.functional.flex_flash_attn import flex_flash_attn_func
+from magi_attention.functional.sparse.index_attn import index_attn_func
 from magi_attention.functional.tokens.layout import TokenLayout, gather, roll, shard
 from magi_attention.kernels import default_registry
-from magi_attention.meta.planner import build_plan
-
-layouts = st.tuples(st.integers(8, 40), st.sampled_from([1, 2, 3]), st.integers(1, 7), st.booleans())
-
-
-def make(total: int, cp: int, chunk: int = 4, uneven: bool = False):
-    config = DistAttnConfig(DispatchConfig(chunk, uneven))
-    return build_plan(Mask.causal(total).slices, total, cp, config=config)
 
 
 def gradient(loss: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
@@ -98,19 +90,24 @@ def test_of_roll(sizes, seed, shift, simple):
         torch.testing.assert_close(got, want)
 
 
-LOSSES = {"linear": lambda out: out.sum(), "square": lambda out: out.square().sum()}
+LOSSES = {
+    "linear": lambda out, lse: out.sum(), "square": lambda out, lse: out.square().sum(),
+    "lse": lambda out, lse: lse.square().sum(),
+}  # fmt: skip
 RANGES = torch.tensor([[0, 16]], dtype=torch.int32)
+LISTS = torch.arange(16, dtype=torch.int32).expand(16, 1, 16)
 
 
 def distributed(q, k, v, sink):
-    runtime = AttnRuntime(make(16, 1), SingleTransport(), default_registry())
-    return dist_attn(q, k, v, runtime, sink)[0]
+    runtime = AttnRuntime(make(16, 1, 4, False), SingleTransport(), default_registry())
+    return dist_attn(q, k, v, runtime, sink)
 
 
 CALLS = {
     "dist_attn": distributed,
-    "flex_flash_attn_func": lambda q, k, v, sink: flex_flash_attn_func(q, k, v, RANGES, RANGES, sink=sink)[0],
-    "ffa_fa4_func": lambda q, k, v, sink: ffa_fa4_func(q, k, v, RANGES, RANGES)[0],
+    "flex_flash_attn_func": lambda q, k, v, sink: flex_flash_attn_func(q, k, v, RANGES, RANGES, sink=sink),
+    "ffa_fa4_func": lambda q, k, v, sink: ffa_fa4_func(q, k, v, RANGES, RANGES),
+    "index_attn_func": lambda q, k, v, sink: index_attn_func(q, k, v, LISTS, sink=sink),
 }
 
 
@@ -124,7 +121,8 @@ def test_attention_refuses(call, loss, which):
     if call == "ffa_fa4_func" and which == 3:
         pytest.skip("takes no sink")
     leaf = tensors[which].requires_grad_()
-    grad = gradient(LOSSES[loss](CALLS[call](*tensors)), leaf)
+    out, lse, *_ = CALLS[call](*tensors)
+    grad = gradient(LOSSES[loss](out, getattr(lse, "lse", lse)), leaf)
     assert grad.requires_grad
     with pytest.raises(UnsupportedError, match="cannot be differentiated again"):
         grad.square().sum().backward()

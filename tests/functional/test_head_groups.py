@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, note, settings
-from test_dist_attn import TOLERANCE, Case, cases, make_config, make_policy, make_problem, run_rank, truth
+from test_dist_attn import Case, cases, check_beside_dense, make_config, make_problem
 
 from magi_attention.comm.transport.fake import FakeWorld
 from magi_attention.common.mask import Mask
-from magi_attention.common.slices import to_dense
 from magi_attention.config import DispatchConfig, DistAttnConfig
 from magi_attention.errors import ContractError, UnsupportedError
 from magi_attention.functional import AttnRuntime
@@ -39,16 +38,8 @@ def plans_of(case: Case):
 def test_equals_dense_attention(case: Case) -> None:
     note(f"seed {case.seed}")
     torch.set_num_threads(1)
-    case, plan, by_groups, slices, total, tensors = plans_of(case)
-    expected = truth(
-        *tensors[:3], torch.from_numpy(to_dense(slices.array, total, total)), tensors[3], 8**-0.5, case.softcap, None
-    )
-    run = partial(run_rank, softcap=case.softcap, by_groups=by_groups)
-    for result in FakeWorld(case.cp).run(run, plan, make_policy(case), tensors):
-        for name, got in zip(("out", "lse", "dq", "dk", "dv"), result):
-            want = getattr(expected, name)
-            assert torch.equal(got.isfinite(), want.isfinite()), name
-            assert (got.nan_to_num(neginf=0) - want.nan_to_num(neginf=0)).abs().max() <= TOLERANCE, name
+    case, plan, by_groups, *problem = plans_of(case)
+    check_beside_dense(case, plan, *problem, None, by_groups=by_groups)
 
 
 @settings(max_examples=40, deadline=None)

@@ -1,25 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Losses of lse, such as a z-loss: gradients are those of dense attention in float64, on one rank and on several."""
+"""Losses of lse, such as a z-loss, on one device; over ranks test_dist_attn and test_index_rows draw such losses."""
 
 from __future__ import annotations
-
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, note, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import truth
-from test_dist_attn import TOLERANCE, Case, cases, make_policy, make_problem
-from test_dist_attn_with_moves import with_moves
+from test_dist_attn import Case, make_policy, make_problem
 
-from magi_attention.api import block_sparse_attn_func, flex_flash_attn_func, index_attn_func
+from magi_attention.api import block_sparse_attn_func, flex_flash_attn_func
 from magi_attention.comm.transport.base import SingleTransport
 from magi_attention.comm.transport.fake import FakeWorld
-from magi_attention.common.slices import SliceTable, to_dense
-from magi_attention.errors import UnsupportedError
-from magi_attention.functional import AttnPolicy, AttnRuntime, TokenLayout, gather, shard
+from magi_attention.common.slices import SliceTable
+from magi_attention.functional import AttnPolicy, AttnRuntime, TokenLayout, shard
 from magi_attention.functional.dist_attn import dist_attn
 from magi_attention.functional.fa4 import ffa_fa4_func
 from magi_attention.functional.flex_flash_attn import flex_flash_attn_func as one_device
@@ -29,62 +24,6 @@ from magi_attention.meta.planner import build_plan
 from magi_attention.testing.masks import random_slices
 
 F64, NEG_INF = torch.float64, float("-inf")
-
-
-def slope(lse: torch.Tensor) -> torch.Tensor:
-    """The gradient of the z-loss ``sum(lse ** 2)``: infinite for a row that sees nothing."""
-    return 2 * lse
-
-
-def check_over_ranks(case: Case, problem, uses_out: bool = True) -> None:
-    """Every second rank takes the loss of its lse alone where ``uses_out`` is False, and the others that of out."""
-    plan, slices, total, tensors, sink = problem
-    mask = torch.from_numpy(to_dense(slices.array, total, total))
-    lse = truth(*tensors[:3], mask, tensors[3], 8**-0.5, case.softcap, sink).lse
-    owner = np.empty(plan.padded_tokens, dtype=np.int64)
-    for r in range(case.cp):
-        owner[plan.position_array(r)] = r
-    has_out, has_lse = (torch.from_numpy(uses_out | (owner[:total] % 2 == i)) for i in (1, 0))
-    dout, dlse = tensors[3] * has_out[:, None, None], torch.where(has_lse[:, None], slope(lse), 0.0)
-    expected = truth(*tensors[:3], mask, dout, 8**-0.5, case.softcap, sink, dlse)
-
-    def rank(transport):
-        layout = TokenLayout(plan, transport)
-        runtime = AttnRuntime(plan, transport, default_registry(), make_policy(case))
-        leaves = [shard(x, layout).detach().requires_grad_() for x in tensors[:3]]
-        own_sink = None if sink is None else sink.clone().requires_grad_()
-        out, lse, _ = dist_attn(*leaves, runtime, own_sink, None, case.softcap)
-        losses = []
-        if uses_out or transport.rank % 2 == 1:
-            losses.append((out * shard(tensors[3], layout)).sum())
-        if uses_out or transport.rank % 2 == 0:
-            is_real = torch.from_numpy(plan.position_array(transport.rank)) < total  # a pad row may see a sink
-            losses.append(lse[is_real].square().sum())
-        sum(losses).backward()
-        return *(gather(x.grad, layout) for x in leaves), None if sink is None else own_sink.grad
-
-    for got in FakeWorld(case.cp).run(rank):
-        for name, x in zip(("dq", "dk", "dv", "dsink"), got):
-            want = getattr(expected, name)
-            if want is not None:
-                assert x.isfinite().all(), name
-                assert (x - want).abs().max() <= TOLERANCE * 10, name
-
-
-@settings(max_examples=80, deadline=None, print_blob=True)
-@given(case=cases, uses_out=st.booleans())
-def test_over_ranks(case: Case, uses_out: bool) -> None:
-    note(f"seed {case.seed}")
-    torch.set_num_threads(1)
-    check_over_ranks(case, make_problem(case), uses_out)
-
-
-@settings(max_examples=50, deadline=None, print_blob=True)
-@given(case=cases, uses_out=st.booleans())
-def test_where_queries_move(case: Case, uses_out: bool) -> None:
-    note(f"seed {case.seed}")
-    torch.set_num_threads(1)
-    check_over_ranks(case, with_moves(case), uses_out)
 
 
 @settings(max_examples=60, deadline=None, print_blob=True)
@@ -189,28 +128,3 @@ def test_nothing_changes_where_nobody_uses_lse() -> None:
         assert lse.requires_grad and not top.requires_grad
         (out.sum() + (lse.sum() if uses_lse else 0)).backward()
         assert (seen.pop() is not None) is uses_lse
-
-
-def test_a_graph_of_the_gradients_of_lse_is_refused() -> None:
-    q, k, v = (torch.randn(8, 2, 8, dtype=F64, requires_grad=True) for _ in range(3))
-    lists = torch.randint(0, 8, (8, 2, 3))
-    ranges = torch.tensor([[0, 8]])
-    for call in (lambda: flex_flash_attn_func(q, k, v, ranges, ranges), lambda: index_attn_func(q, k, v, lists)):
-        (grad,) = torch.autograd.grad(call()[1].lse.square().sum(), q, create_graph=True)
-        with pytest.raises(UnsupportedError, match="cannot be differentiated again"):
-            grad.sum().backward()
-
-
-def test_deterministic_calls_repeat_their_bits() -> None:
-    case = Case(77, 4, 2, False, 0, (4, 2), "sdpa_ol", True, 0.0, True, False, True)
-    plan, _, _, tensors, sink = make_problem(replace(case, sink=True))
-
-    def rank(transport):
-        layout = TokenLayout(plan, transport)
-        runtime = AttnRuntime(plan, transport, default_registry(), make_policy(case, deterministic=True))
-        leaves = [shard(x.float(), layout).detach().requires_grad_() for x in tensors[:3]]
-        out, lse, _ = dist_attn(*leaves, runtime, sink.float())
-        return torch.autograd.grad(out.sum() + lse.square().nan_to_num(posinf=0.0).sum(), leaves)
-
-    first, second = (FakeWorld(4).run(rank) for _ in range(2))
-    assert all(torch.equal(a, b) for x, y in zip(first, second) for a, b in zip(x, y))
