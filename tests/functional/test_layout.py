@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""shard, gather, roll and positions: identities, gradients, dtypes, dims, uneven shards."""
+"""shard, gather and positions: identities, dtypes, dims, uneven shards. Gradients and rolls: compat/test_dispatch."""
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -44,26 +43,6 @@ def test_gather_undoes_shard(sizes, dtype) -> None:
         assert torch.equal(natural, x) and torch.equal(kept, padded)
 
 
-@settings(max_examples=80, deadline=None, print_blob=True)
-@given(sizes=layouts, shift=st.integers(-130, 130), simple=st.booleans())
-def test_roll_is_torch_roll_of_the_padded_sequence(sizes, shift, simple) -> None:
-    plan = make(*sizes)
-    x = torch.randn(plan.total_tokens, 2, dtype=torch.float64)
-    weight = torch.randn(plan.padded_tokens, 2, dtype=torch.float64)
-    padded = torch.cat([x, torch.full((plan.pad_size, 2), 7.0, dtype=torch.float64)])
-
-    def rank(transport):
-        layout = TokenLayout(plan, transport)
-        local = shard(x, layout, pad_value=7.0).requires_grad_()
-        rolled = roll(local, layout, shift, simple=simple)
-        rolled.backward(shard(weight, layout, is_padded=True))
-        return gather(rolled.detach(), layout, keep_pad=True), gather(local.grad, layout, keep_pad=True)
-
-    for got, grad in FakeWorld(plan.cp_size).run(rank):
-        assert torch.equal(got, torch.roll(padded, shift, 0))
-        assert torch.equal(grad, torch.roll(weight, -shift, 0))
-
-
 @pytest.mark.parametrize("dim", [1, -1, 2])
 def test_other_dims(dim) -> None:
     plan = make(20, 3, 2, False)
@@ -83,28 +62,6 @@ def test_other_dims(dim) -> None:
         assert torch.equal(rolled, torch.roll(padded, 1, 0).movedim(0, dim))
 
 
-@pytest.mark.parametrize("uneven", [False, True])
-def test_gradients(uneven) -> None:
-    plan = make(22, 4, 3, uneven)
-    x = torch.randn(22, 2, dtype=torch.float64)
-    weights = torch.randn(4, 22, 2, dtype=torch.float64)
-
-    def rank(transport):
-        layout = TokenLayout(plan, transport)
-        leaf = x.clone().requires_grad_()
-        local = shard(leaf, layout)
-        same = gather(local * 2, layout)
-        (same * weights[0]).sum().backward()
-        shard_grad = leaf.grad
-        mine = shard(x, layout).detach().requires_grad_()
-        (gather(mine, layout, is_partial_grad=True) * weights[transport.rank]).sum().backward()
-        return shard_grad, gather(mine.grad, layout)
-
-    for shard_grad, partial in FakeWorld(4).run(rank):
-        assert torch.allclose(shard_grad, 2 * weights[0])  # every rank gets the whole global gradient
-        assert torch.allclose(partial, weights.sum(0))  # differing gradients are summed
-
-
 def test_wrong_sizes_say_what_is_expected() -> None:
     plan = make(20, 2, 2, False)
 
@@ -120,14 +77,6 @@ def test_wrong_sizes_say_what_is_expected() -> None:
     FakeWorld(2).run(rank)
     with pytest.raises(ContractError, match="2 ranks and the group has 3"):
         FakeWorld(3).run(lambda t: TokenLayout(plan, t))
-
-
-def test_positions_cover_uncovered_tokens_too() -> None:
-    mask = Mask.from_slices([[0, 4]], [[0, 4]], "causal", total_q=10, total_k=10)
-    plan = build_plan(mask.slices, 10, 2, config=DistAttnConfig(DispatchConfig(1)))
-    ids = FakeWorld(2).run(lambda t: positions(TokenLayout(plan, t), "cpu").tolist())
-    assert sorted(ids[0] + ids[1]) == sorted(list(range(10)) + [9] * plan.pad_size)
-    assert plan.pad_size == 0 and np.array_equal(plan.position_array(0), ids[0])
 
 
 @settings(max_examples=40, deadline=None, print_blob=True)
