@@ -1,12 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Brute-force reading of a plan, independent of how it was made."""
+"""Brute-force reading of a plan, independent of how it was made; algorithms that make plans."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from magi_attention.common.slices import row_bounds, to_dense
+from magi_attention.config import (
+    BatchToppHeapDispatchAlg,
+    BSDispatchAlg,
+    BTPDispatchAlg,
+    MinHeapDispatchAlg,
+    RandomSelectDispatchAlg,
+    SequentialDispatchAlg,
+    SortedSequentialSelectAlg,
+    ToppHeapDispatchAlg,
+)
 from magi_attention.meta.plan import Plan
+
+EVEN_ALGS = (
+    MinHeapDispatchAlg(),
+    SequentialDispatchAlg(),
+    RandomSelectDispatchAlg(),
+    ToppHeapDispatchAlg(top_p=0.5),
+    BatchToppHeapDispatchAlg(top_p=0.5, num_of_select_chunk=2),
+    SortedSequentialSelectAlg(allocation_ratio=0.5),
+    BTPDispatchAlg(),
+)
+UNEVEN_ALGS = (MinHeapDispatchAlg(), SequentialDispatchAlg(), BSDispatchAlg())
 
 
 def positions_of(ranges: np.ndarray) -> np.ndarray:

@@ -160,12 +160,6 @@ def test_addresses_are_those_of_the_call():
             assert forward["out"] == backward["out"] and forward["lse"] == backward["lse"]
 
 
-def test_delta_takes_the_place_of_out():
-    library = Library()
-    run(ffa.IndexFfa(library, CpuRuntime()), draw(), {"delta": True})
-    assert not library.take()[-1][1]["out"]
-
-
 @pytest.mark.parametrize("has_readers", [False, True])
 def test_parts_of_a_deterministic_backward(has_readers, monkeypatch):
     """Ranges of lists follow one another; the first one writes the delta that later ones read."""
