@@ -13,4 +13,5 @@ void use_device(int multiprocessors, uint64_t seed) {
 const char* synchronize() {
   return hopper::error_of([] { hopper::device.stream.synchronize(); });
 }
+const char* last_error() { return magi::error_buffer(); }
 }

@@ -21,6 +21,4 @@ const char* order_lists(const int32_t* counts, int num_lists, int heads_kv, int3
     return error_buffer();
   return synchronize();
 }
-
-const char* last_error() { return magi::error_buffer(); }
 }

@@ -16,8 +16,6 @@ MAGI_FFA_INDEX_BWD_KEYS_INSTANCE(magi::fp16, 64, 64, index_bwd_keys_fp16_64)
 
 extern "C" {
 
-const char* last_error() { return magi::error_buffer(); }
-
 // The lists by tiles of keys and the order of the tiles that a call would make, in its workspace;
 // `at` becomes where entries, tiles, work tiles and their number are.
 const char* make_lists(const magi_ffa_index_bwd_keys_params* a, int64_t* at) {

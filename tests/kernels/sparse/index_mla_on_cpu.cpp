@@ -17,8 +17,3 @@ MAGI_FFA_INDEX_MLA_FWD_INSTANCE(magi::bf16, 576, 512, index_mla_fwd_bf16)
 MAGI_FFA_INDEX_MLA_FWD_INSTANCE(magi::fp16, 576, 512, index_mla_fwd_fp16)
 MAGI_FFA_INDEX_MLA_BWD_INSTANCE(magi::bf16, 576, 512, index_mla_bwd_bf16)
 MAGI_FFA_INDEX_MLA_BWD_INSTANCE(magi::fp16, 576, 512, index_mla_bwd_fp16)
-
-extern "C" {
-
-const char* last_error() { return magi::error_buffer(); }
-}

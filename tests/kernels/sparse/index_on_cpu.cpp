@@ -18,8 +18,3 @@ MAGI_FFA_INDEX_FWD_INSTANCE(magi::bf16, 128, 128, index_fwd_bf16_128)
 MAGI_FFA_INDEX_FWD_INSTANCE(magi::fp16, 64, 64, index_fwd_fp16_64)
 MAGI_FFA_INDEX_BWD_INSTANCE(magi::bf16, 128, 128, index_bwd_bf16_128)
 MAGI_FFA_INDEX_BWD_INSTANCE(magi::fp16, 64, 64, index_bwd_fp16_64)
-
-extern "C" {
-
-const char* last_error() { return magi::error_buffer(); }
-}

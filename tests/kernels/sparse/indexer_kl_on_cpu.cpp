@@ -7,8 +7,3 @@
 #include "ffa/common/host.cu"
 #include "ffa/sm90/index/index.cu"
 #include "ffa/sm90/indexer_kl/kl.cu"
-
-extern "C" {
-
-const char* last_error() { return magi::error_buffer(); }
-}

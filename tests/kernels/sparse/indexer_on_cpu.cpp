@@ -3,8 +3,3 @@
 #include "device_calls.h"
 #include "ffa/common/host.cu"
 #include "ffa/sm90/indexer/topk.cu"
-
-extern "C" {
-
-const char* last_error() { return magi::error_buffer(); }
-}
