@@ -71,27 +71,19 @@ def test_attend_refuses(given_p, seed):
         attend(q, k, v, make_plan(Mask.causal(16), 1), dropout_p=given_p, dropout_seed=seed)
 
 
-def test_ranks_that_drop_different_shares_hear_of_it():
+@pytest.mark.parametrize("check", [False, True])
+def test_ranks_that_drop_otherwise_hear_of_it(check):
+    """Of other shares always, and of other seeds where ranks are checked."""
     plan = make_plan(Mask.causal(32), 2)
 
     def rank(transport):
-        runtime = AttnRuntime(plan, transport, default_registry(), AttnPolicy(backend="sdpa"))
+        runtime = AttnRuntime(plan, transport, default_registry(), AttnPolicy(backend="sdpa", check=check))
         q, k, v = (shard(x, TokenLayout(plan, transport)) for x in inputs(32))
+        if check:
+            dist_attn(q, k, v, runtime, dropout=Dropout(0.1, 5))
+        other = Dropout(0.1, 6 + transport.rank) if check else Dropout(0.1 + 0.1 * transport.rank, 5)
         with pytest.raises(MagiError, match="dropout"):
-            dist_attn(q, k, v, runtime, dropout=Dropout(0.1 + 0.1 * transport.rank, 5))
-
-    FakeWorld(2).run(rank)
-
-
-def test_seeds_are_compared_where_ranks_are_checked():
-    plan = make_plan(Mask.causal(32), 2)
-
-    def rank(transport):
-        runtime = AttnRuntime(plan, transport, default_registry(), AttnPolicy(backend="sdpa", check=True))
-        q, k, v = (shard(x, TokenLayout(plan, transport)) for x in inputs(32))
-        dist_attn(q, k, v, runtime, dropout=Dropout(0.1, 5))
-        with pytest.raises(MagiError, match="dropout"):
-            dist_attn(q, k, v, runtime, dropout=Dropout(0.1, 6 + transport.rank))
+            dist_attn(q, k, v, runtime, dropout=other)
 
     FakeWorld(2).run(rank)
 
