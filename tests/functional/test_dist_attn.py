@@ -16,12 +16,10 @@ from hypothesis import given, note, settings
 from hypothesis import strategies as st
 from oracle import Truth, truth
 
-from magi_attention.comm.collectives.hierarchical import NodeLevels
 from magi_attention.comm.transport.base import SingleTransport
 from magi_attention.comm.transport.fake import FakeTransport, FakeWorld
 from magi_attention.common.enum import AttnOverlapMode
 from magi_attention.common.slices import SliceTable, to_dense
-from magi_attention.common.two_level.nodes import Nodes
 from magi_attention.config import (
     DispatchConfig,
     DistAttnConfig,
@@ -90,16 +88,14 @@ def make_config(case: Case) -> DistAttnConfig:
 
 
 def run_rank(
-    transport, plan, policy, tensors, sink=None, softcap=0.0, dtype=torch.float64, levels=None, by_groups=None,
-    losses="out", **options,
+    transport, plan, policy, tensors, sink=None, softcap=0.0, dtype=torch.float64, by_groups=None, losses="out",
+    **options,
 ):  # fmt: skip
     """One rank: shard the global tensors, attend, gather everything back. ``by_groups``: the plan of head groups.
     ``losses``: of out, of "both" out and ``sum(lse ** 2)``, or "either": every second rank of lse alone."""
     layout = TokenLayout(plan, transport)
-    if levels is not None:
-        levels = levels(transport)
     groups = {} if by_groups is None else {"head_groups": plan.num_heads_kv}
-    runtime = AttnRuntime(by_groups or plan, transport, default_registry(), policy, levels, **groups)
+    runtime = AttnRuntime(by_groups or plan, transport, default_registry(), policy, **groups)
     q, k, v, dout = (shard(x.to(dtype), layout).detach().requires_grad_() for x in tensors)
     sink = None if sink is None else sink.detach().clone().requires_grad_()
     options = {"return_max_logits": by_groups is None, **options}
@@ -190,24 +186,6 @@ def test_deterministic_twice(seed: int) -> None:
     for first, second in zip(*runs):
         for a, b in zip(first[:7], second[:7]):
             assert torch.equal(a, b)
-
-
-@pytest.mark.parametrize(("inter", "intra"), [(2, 2), (2, 4), (4, 2), (3, 1), (1, 3)])
-@pytest.mark.parametrize("degree", [0, 2])
-def test_two_level_communication_gives_the_same(inter: int, intra: int, degree: int) -> None:
-    case = Case(11 + inter, inter * intra, degree, False, 0, (4, 2), "sdpa_ol", False, 0.0, False, False, True)
-    plan, _, _, tensors, _ = make_problem(case)
-
-    nodes = Nodes.of([r // intra for r in range(inter * intra)])
-
-    def levels(transport) -> NodeLevels:
-        return NodeLevels(nodes, transport.subgroup(nodes.mates(transport.rank)))
-
-    two_level = FakeWorld(case.cp).run(partial(run_rank, levels=levels), plan, make_policy(case), tensors)
-    flat = FakeWorld(case.cp).run(run_rank, plan, make_policy(case), tensors)
-    for got, want in zip(two_level, flat):
-        for a, b in zip(got[:5], want):
-            assert torch.allclose(a, b, rtol=0, atol=1e-12)
 
 
 def test_low_precision_error_is_near_the_reference() -> None:

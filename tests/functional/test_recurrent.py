@@ -173,20 +173,6 @@ def test_convolution_equals_documents_alone(seed: int) -> None:
         torch.testing.assert_close(sum(result[3] for result in results), grads[2])
 
 
-def test_history_of_a_fragment_comes_from_several_others() -> None:
-    """Fragments of one token: each row before it is of another fragment, and none of another document."""
-    plan = make_plan(Mask.varlen([0, 2, 9], causal=True), 3, DistAttnConfig(DispatchConfig(1)))
-    x = torch.arange(1, 10)
-
-    def rank(t):
-        return conv_history(plan.shard(x, t), 4, plan, t)
-
-    for r, found in enumerate(FakeWorld(3).run(rank)):
-        for (begin, _), rows in zip(plan.fragments().ranges[r].tolist(), found.tolist()):
-            document = 0 if begin < 2 else 2
-            assert rows == [token + 1 if token >= document else 0 for token in range(begin - 3, begin)]
-
-
 @pytest.mark.parametrize("cuts, calls, has_transition", [([0, 6], 1, False), ([0, 24], 1, True)])
 def test_auto_moves_what_is_less(cuts: list[int], calls: int, has_transition: bool) -> None:
     """A state alone where each document crosses one border; summaries at once where it crosses many."""
