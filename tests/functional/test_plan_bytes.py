@@ -57,25 +57,19 @@ def results(layout: TokenLayout, runtime: AttnRuntime) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("backend", ("sdpa", "sdpa_ol"))
-@pytest.mark.parametrize("cp, degree", ((1, 1), (2, 0), (3, 1), (4, 2)))
-def test_bytes_are_those_of_what_is_reached(cp, degree, backend):
+@pytest.mark.parametrize("cp, degree, node", ((1, 1, 0), (2, 0, 0), (3, 1, 0), (4, 2, 0), (4, 0, 2), (4, 2, 2)))
+def test_bytes_are_those_of_what_is_reached(cp, degree, node, backend):
+    """Also of two levels, where ``node`` ranks share a node."""
     plan = make_plan(10 * cp + degree, cp, degree)
     own = plan.nbytes
     assert own == reached_bytes(plan) > 0
-    used = FakeWorld(cp).run(use, plan, backend)
-    assert plan.nbytes == reached_bytes(plan, used[0][:2], [u[:2] for u in used]) > own
-    assert plan.cache.device_bytes == 0, "there is no GPU here"
-
-
-@pytest.mark.parametrize("degree", (0, 2))
-def test_bytes_with_two_levels(degree):
-    plan = make_plan(degree, 4, degree)
 
     def rank(transport):
-        return use(transport, plan, "sdpa", join_nodes(transport, (2,), None))
+        return use(transport, plan, backend, join_nodes(transport, (node,), None) if node else None)
 
-    used = FakeWorld(4).run(rank)
-    assert plan.nbytes == reached_bytes(plan, [u[:2] for u in used])
+    used = FakeWorld(cp).run(rank)
+    assert plan.nbytes == reached_bytes(plan, used[0][:2], [u[:2] for u in used]) > own
+    assert plan.cache.device_bytes == 0, "there is no GPU here"
 
 
 def test_what_runs_a_plan_takes_its_tables_along():
