@@ -245,7 +245,11 @@ class Plan(meta_plan.Plan):
         return {}
 
     def _layout(self, group: Any) -> token_layout.TokenLayout:
-        transport = SingleTransport() if group is None and self.cp_size == 1 else as_transport(group)
+        if group is None and self.cp_size == 1:
+            if None not in self._layouts:
+                self._layouts[None] = token_layout.TokenLayout(self, SingleTransport())
+            return self._layouts[None]
+        transport = as_transport(group)
         key = (transport.ranks, transport.rank, _identity(group))
         if key not in self._layouts:
             self._layouts[key] = token_layout.TokenLayout(self, transport)
