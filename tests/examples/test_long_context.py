@@ -188,7 +188,7 @@ def test_checkpoints_that_keep_attention(world):
 
 
 def operations(rank: int, world: int) -> list[int]:
-    """Of a step, by tokens of an MLP at a time."""
+    """Operations of a step, by tokens of an MLP at a time."""
     tokens, found = torch.randint(0, 256, (600,)), []
     plan, group = make_plan(Mask.causal(600), world), dist.group.WORLD
     for chunk in (600, 300, 50):

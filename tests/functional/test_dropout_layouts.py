@@ -73,7 +73,7 @@ def test_attend_refuses(given_p, seed):
 
 @pytest.mark.parametrize("check", [False, True])
 def test_ranks_that_drop_otherwise_hear_of_it(check):
-    """Of other shares always, and of other seeds where ranks are checked."""
+    """Ranks of other shares always, and of other seeds where ranks are checked."""
     plan = make_plan(Mask.causal(32), 2)
 
     def rank(transport):
