@@ -287,6 +287,16 @@ def test_shape_of_a_config_with_experts():
     assert ModelShape.of_config(mixtral).experts == Experts(8, 2, CONFIG["intermediate_size"])
 
 
+@pytest.mark.parametrize("config", [CONFIG, QWEN3_30B_A3B, GLM_45_AIR])
+def test_no_part_of_a_step_is_below_zero(config):
+    """With few and many GPUs: when the embedding's gradient comes, blocks are no longer gathered."""
+    shape, plan = ModelShape.of_config(config), make_plan(Mask.causal(1 << 15), 8)
+    for shards in (8, 256, 1024):
+        for setup in (TrainingSetup(shards), TrainingSetup(shards, offloads_parameters=True)):
+            use = plan.memory(shape, setup)
+            assert min((*use.held.values(), *use.moments.values(), *use.host.values(), use.activations)) >= 0
+
+
 def test_experts_over_ranks_share_what_is_gathered():
     """Their parameters are sharded over as many GPUs anyway; only those of a rank are gathered, and tokens travel."""
     shape, plan = ModelShape.of_config(QWEN3_30B_A3B), make_plan(Mask.causal(1 << 17), 8)

@@ -167,7 +167,8 @@ def step_memory(
         "forward": before + saved + sizes.forward,
         "loss": before + saved + sizes.loss,
         "backward": max(at_first, at_last) + sizes.backward + reduced,
-        "embedding": max(before, grown) + rows * shape.width * setup.element_bytes + root,
+        # Less than nothing, where gathered blocks, which are not there any more, take more than all this.
+        "embedding": max(max(before, grown) + rows * shape.width * setup.element_bytes + root, 0),
     }
     return MemoryUse(rank, rows, held, moments, saved, max(before, grown), host)
 
