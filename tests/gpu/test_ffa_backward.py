@@ -25,6 +25,7 @@ from magi_attention.kernels.ffa import custom_ops
 from magi_attention.kernels.ffa.backend import FfaBackend
 from magi_attention.kernels.ffa.plans import Kept, PlanShape, RangePlans, table_plan
 from magi_attention.kernels.types import BackwardOperands, Grads, Operands
+from magi_attention.native.planner.schedule import BwdSchedule
 from magi_attention.testing import masks
 
 IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -86,6 +87,17 @@ def check(seed, slices, tq, tk, *args, factor: float = 2.0, **kwargs) -> None:
 def test_families_and_gqa(dtype, ratio):
     for seed, slices in enumerate(masks.mask_families(333).values()):
         check(seed, slices, 333, 333, (2 * ratio, 2), dtype=dtype)
+
+
+@pytest.mark.parametrize("parts", (2, 3, 5))
+@pytest.mark.parametrize("queries", (64, 80))
+def test_parts_that_differ_by_a_head(parts, queries, monkeypatch):
+    """7 query heads of a kv head; three tiles of 44 are enough for two parts of each on 132 multiprocessors."""
+    for seed, by_document in enumerate((False, True)):
+        schedule = BwdSchedule(queries, parts, by_document=by_document)
+        monkeypatch.setattr(ffa_backward, "select_schedule", lambda *_, found=schedule: found)
+        monkeypatch.setattr(Inputs, "ranges", property(lambda self: self.slices.tensors()))
+        check(parts + seed, masks.mask_families(380)["varlen_causal"], 380, 380, (7 * 44, 44), (128, 128))
 
 
 @each_dtype

@@ -290,7 +290,8 @@ typedef struct {
                       to 128, faster where keys see thousands, and 128 for smaller ones and
                       MAGI_DQ_ATOMIC */
   int32_t num_head_splits; /* among how many work tiles the query heads of a tile are shared out, at
-                         least; 0 leaves it to the library. In order, more than one says that tiles
+                         least; 0 leaves it to the library. With MAGI_DQ_ATOMIC some may have one
+                         head more; else it divides them. In order, more than one says that tiles
                          are uneven: the longest of all heads come first */
   int32_t split_begin, split_end,
       splits_per_split_tile; /* MAGI_DQ_DETERMINISTIC and 80: the query heads of the tiles from

@@ -29,6 +29,10 @@ class Chooser {
   magi_schedule_choice choose() {
     magi_schedule_choice found =
         p_.is_deterministic ? choose_deterministic() : choose_in_no_order();
+    const bool is_atomic = !p_.is_deterministic && !found.first_writer;
+    if (is_atomic && p_.is_plain && !p_.is_remote && found.num_head_splits == 0)
+      found.num_head_splits =
+          select_balanced_head_splits(p_, tiles_, found.block_m, found.by_document != 0);
     const bool is_counted = p_.is_deterministic || found.first_writer;
     if (is_counted && p_.is_plain && !p_.is_remote && found.num_splits == 0 && p_.area > 0)
       found.direct_dq_store = tiles_.single_share(found.block_m) >= h100::kMinDirectShare;

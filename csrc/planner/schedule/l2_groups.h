@@ -15,11 +15,13 @@ namespace magi {
 constexpr int enough_work_tiles(int num_sms) { return 19 * num_sms / 10; }
 
 // Among how many work tiles the query heads of a tile are shared out, `group` of a kv head: as few
-// as make enough of `work_tiles` whole ones, but no fewer than `least` and no more than `most`.
-inline int num_head_splits(int group, int64_t work_tiles, int least, int most, int num_sms) {
+// as make enough of `work_tiles` whole ones, but no fewer than `least` and no more than `most`. All
+// have the same number of heads if `is_even`; else the first may have one more.
+inline int num_head_splits(int group, int64_t work_tiles, int least, int most, int num_sms,
+                           bool is_even) {
   int splits = 1;
   for (int parts = 1; parts <= group && parts <= most; ++parts) {
-    if (group % parts != 0) continue;
+    if (is_even && group % parts != 0) continue;
     splits = parts;
     if (parts >= least && work_tiles * parts >= enough_work_tiles(num_sms)) break;
   }

@@ -6,6 +6,7 @@
 
 #include "planner/schedule/l2_groups.h"
 #include "planner/schedule/simulate.h"
+#include "planner/schedule/work_tiles.h"
 
 namespace magi::schedule {
 namespace {
@@ -86,6 +87,26 @@ std::vector<TileSplit> runs_of(int tiles, int group) {
   return runs;
 }
 
+// When the last work tile ends that has one of so many parts of the query heads, and what the parts
+// take in memory; in steps. `steps` of each tile for one query head.
+double end_in_parts(const std::vector<int64_t>& steps, const WorkTiles& order, int group, int parts,
+                    int num_sms) {
+  std::vector<double> times;
+  times.reserve(order.size() * size_t(parts));
+  for (const WorkTile& w : order)
+    for (int part = 0; part < parts; ++part) {
+      const int heads = group / parts + (part < group % parts ? 1 : 0);
+      times.push_back(double(steps[size_t(w.tile)] * heads) + h100::kSplitBeginAndEnd);
+    }
+  const double in_memory = parts > 1 ? h100::kHeadPart * parts * double(order.size()) : 0;
+  return end_of(times, num_sms) + in_memory;
+}
+
+// Partial sums of dk and dv take no more memory than those of dq.
+int64_t most_parts_in_memory(const magi_schedule_problem& p) {
+  return int64_t(p.total_q) * p.heads_q / (2 * int64_t(p.local_k) * p.heads_kv);
+}
+
 }  // namespace
 
 int select_block_m(const magi_schedule_problem& p, const TileTable& tiles, bool is_deterministic) {
@@ -128,7 +149,7 @@ int select_halves(const magi_schedule_problem& p, const TileTable& tiles) {
 
 // Tiles are split where they have many segments, since CTAs are at different blocks of queries then
 // and fewer heads at a time help; or where a few are so long that those of the last kv heads would
-// end alone (docs/log/sparse.md). Partial sums of dk and dv take no more memory than those of dq.
+// end alone (docs/log/sparse.md).
 int select_head_splits(const magi_schedule_problem& p, const TileTable& tiles) {
   const int group = group_of(p);
   const int64_t num = tiles_of(p.local_k);
@@ -148,8 +169,7 @@ int select_head_splits(const magi_schedule_problem& p, const TileTable& tiles) {
   };
   const int least = tiles.mean_segments() >= kManySegments ? 2 : 1;
   if (least == 1 && end(1) <= h100::kAlone * share) return 0;
-  const int64_t memory = int64_t(p.total_q) * p.heads_q / (2 * int64_t(p.local_k) * p.heads_kv);
-  const auto most = std::min<int64_t>(group / 2, memory);
+  const auto most = std::min<int64_t>(group / 2, most_parts_in_memory(p));
   int last = 0;
   for (int parts = least; parts <= most; ++parts) {
     if (group % parts != 0) continue;
@@ -157,6 +177,35 @@ int select_head_splits(const magi_schedule_problem& p, const TileTable& tiles) {
     if (end(parts) <= h100::kEnough * share) break;
   }
   return last > 1 ? last : 0;
+}
+
+int select_balanced_head_splits(const magi_schedule_problem& p, const TileTable& tiles, int block_m,
+                                bool by_document) {
+  const int group = group_of(p);
+  const int64_t work_tiles = tiles_of(p.local_k) * p.heads_kv,
+                enough = enough_work_tiles(p.num_sms);
+  if (dim_of(p) > h100::kMostSplitDim || work_tiles == 0) return 0;
+  if (work_tiles >= enough && (group % MAGI_LIST_SPLITS == 0 || p.is_all_causal)) return 0;
+  const int by_library = num_head_splits(group, work_tiles, 1, group, p.num_sms, true);
+  const auto in_memory = std::min<int64_t>(group, most_parts_in_memory(p)),
+             most = std::min(std::max<int64_t>(by_library, in_memory),
+                             h100::kMostBalanced * p.num_sms / work_tiles);
+  if (most < 2) return 0;
+  const OrderShape shape{p.heads_kv, group, p.num_sms, p.num_ctas};
+  const WorkTiles order =
+      by_document ? work_tiles_by_document(tiles, p.heads_kv)
+                  : work_tiles_in_order(tiles, shape, shape.heads_at_once(tiles.size()));
+  const std::vector<int64_t> steps = tiles.steps(block_m);
+  int chosen = 0;
+  double sooner = h100::kBalancedGain * end_in_parts(steps, order, group, by_library, p.num_sms);
+  for (int parts = 2; parts <= most; ++parts) {
+    if (work_tiles * parts < enough && parts < group) continue;
+    const double end = end_in_parts(steps, order, group, parts, p.num_sms);
+    if (end >= sooner) continue;
+    chosen = parts;
+    sooner = end;
+  }
+  return chosen;
 }
 
 bool can_split(int group) {

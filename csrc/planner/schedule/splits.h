@@ -20,6 +20,12 @@ int select_halves(const magi_schedule_problem& p, const TileTable& tiles);
 // With atomic dq: into how many parts the query heads of all tiles are split; 0 likewise.
 int select_head_splits(const magi_schedule_problem& p, const TileTable& tiles);
 
+// The same, so that all SMs end together, where there is no work list: work tiles are few, or the
+// query heads cannot be listed in equal parts. Parts may differ by one head. Whole work tiles of
+// causal documents stay whole: CTAs that begin together read the same m-blocks (docs/log/heads.md).
+int select_balanced_head_splits(const magi_schedule_problem& p, const TileTable& tiles, int block_m,
+                                bool by_document);
+
 // Tiles from `begin` to before `end`, in the order of the plan, whose query heads are split into so
 // many parts; all 0 for none.
 struct TileSplit {

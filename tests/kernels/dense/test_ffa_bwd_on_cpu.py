@@ -236,6 +236,19 @@ def test_dq_modes(hopper, queries, dq_mode, monkeypatch):
     check(hopper, x, seed, deterministic)
 
 
+@pytest.mark.parametrize("queries", (64, 80))
+@pytest.mark.parametrize("dq_mode", ("atomic", "deterministic", "first writer"))
+def test_parts_of_a_prime_number_of_heads(hopper, queries, dq_mode, monkeypatch):
+    """7 heads in 2, 3 and 4 parts, of which some have a head more; in order in 7."""
+    for parts in (2, 3, 4):
+        schedule = BwdSchedule(queries, parts, first_writer="first" in dq_mode)
+        monkeypatch.setattr(ffa_backward, "select_schedule", lambda *_, found=schedule: found)
+        slices = masks.random_slices(np.random.default_rng(parts), 200, 180, max_slices=5)
+        x = make_inputs(parts, slices, 200, 180, (14, 2), (128, 128), torch.float16, "cpu")
+        hopper.use(1 + parts % 3, parts)
+        check(hopper, x, parts, dq_mode == "deterministic")
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_m_blocks_of_128_of_small_head_dims(hopper, seed, monkeypatch):
     """m-blocks of 128 queries; keys that no query sees and queries that see nothing hold NaN."""

@@ -59,7 +59,8 @@ def check_choice(launcher, mask: Mask, found: BwdSchedule, heads, dim: int, opti
     group, is_counted = heads[0] // heads[1], options.deterministic or found.first_writer
     most = 128 if dim <= 64 and not is_counted else 80 if 64 < dim <= 128 else 64
     assert found.block_m in ({64, most} if options.is_plain else {64})
-    assert found.num_head_splits == 0 or (found.num_head_splits > 1 and group % found.num_head_splits == 0)
+    if parts := found.num_head_splits:  # with atomic dq they may differ by a head
+        assert 1 < parts <= group and not (is_counted and group % parts)
     assert not (options.deterministic and found.first_writer)
     if found.split != NONE:
         assert options.deterministic and (found.block_m, found.by_document, found.num_head_splits) == (80, False, 0)
@@ -118,6 +119,37 @@ def test_what_is_split_ends_sooner(softcap):
             ends.append(end_of(work, NUM_SMS))
         assert ends[1] < gain * ends[0] + 1e-9, f"{seed=} {found}"
     assert met == {False, True}
+
+
+def test_parts_of_few_work_tiles_end_sooner():
+    """By another simulation, than the fewest equal parts that make 1.9 work tiles for each SM; one may have a head more
+    than the next, and all fill no more memory than the sum of dq."""
+    met = set()
+    for seed in range(60):
+        rng = np.random.default_rng(seed)
+        heads_kv, group = int(rng.choice((1, 2, 4))), int(rng.choice((4, 5, 6, 7, 8)))
+        total = 128 * int(rng.integers(NUM_SMS // 2, 19 * NUM_SMS // 10)) // heads_kv
+        mask = random_documents(rng, total)
+        found = select_schedule(
+            (total, heads_kv * group, 128), (total, heads_kv, 128), mask.slices, AttnOptions(0.3), NUM_SMS
+        )
+        met.add(group % found.num_head_splits != 0 if found.num_head_splits else None)
+        if not found.num_head_splits:
+            continue
+        plan = plan_of(mask.slices, total, total)
+        steps = steps_of(plan, found.block_m)[plan.order]
+        enough = 19 * NUM_SMS // 10
+        equal = min(
+            (n for n in range(1, group + 1) if group % n == 0 and n * len(steps) * heads_kv >= enough), default=group
+        )
+        assert found.num_head_splits <= max(equal, group / 2), f"{seed=}"
+        ends = []
+        for parts in (equal, found.num_head_splits):
+            heads = [len(some) for some in np.array_split(range(group), parts)]
+            work = [count * n + 3.0 for count in steps for _ in range(heads_kv) for n in heads]
+            ends.append(end_of(work, NUM_SMS))
+        assert ends[1] < ends[0], f"{seed=} {found}"
+    assert met == {None, False, True}
 
 
 def test_what_was_chosen_is_kept_with_the_mask(monkeypatch):

@@ -51,6 +51,7 @@ struct BwdKernelParams {
   int32_t num_work_tiles, work_tiles_per_l2_group;
   int32_t group;  // query heads of a kv head
   int32_t num_head_splits, heads_per_split;
+  int32_t longer_splits;  // with atomic dq so many parts, the first ones, have a head more
   int32_t grads_are_float, accumulate;
   float scale;       // of a raw score inside the softcap, or 1
   float scale_log2;  // of the (capped) score, times log2(e)

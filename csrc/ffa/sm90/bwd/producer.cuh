@@ -35,10 +35,7 @@ __device__ __forceinline__ void load_rows(uint32_t to, int rows, const CUtensorM
 // For a work tile. Read again and again rather than kept: the feeding lanes have few registers.
 template <typename C>
 __device__ __forceinline__ int first_head(const BwdKernelParams& p, uint32_t work_tile) {
-  const int word = lds_int(work_tile + 12);
-  if (C::kWorkList && is_cut(word)) return lds_int(work_tile + 4) * p.group;
-  return lds_int(work_tile + 4) * p.group +
-         BwdHeadSplit<C>::of_word(word).heads * heads_of_work_tile<C>(p, word);
+  return lds_int(work_tile + 4) * p.group + first_head_of_work_tile<C>(p, lds_int(work_tile + 12));
 }
 
 // Copies dO of a step. The barrier it arrives at is that of Q as well where rows are cleared before
@@ -113,7 +110,7 @@ __device__ void copy_queries(const BwdKernelParams& p, const BwdSmem<C>& smem) {
       };
       auto heads = [&] {
         if (is_split_in_order<C>(p)) return lds_int(smem.work_semaphore(state.work_stage())) >> 16;
-        return C::kSplit
+        return C::kSplit || !C::kSemaphored
                    ? heads_of_work_tile<C>(p, lds_int(smem.work_tile(state.work_stage()) + 12))
                    : p.heads_per_split;
       };

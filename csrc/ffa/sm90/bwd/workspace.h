@@ -25,7 +25,8 @@ int64_t bwd_num_tiles_of_heads(const magi_ffa_bwd_params& a) {
 template <typename C>
 int bwd_num_head_splits(const magi_ffa_bwd_params& a, int sms) {
   return num_head_splits(a.heads_q / a.heads_kv, bwd_num_tiles_of_heads<C>(a), a.num_head_splits,
-                         kMaxHeadSplits, sms);
+                         kMaxHeadSplits, sms,
+                         a.dq_mode != MAGI_DQ_ATOMIC || a.num_head_splits == 0);
 }
 
 // How many work tiles may be split, and into how many parts each.
@@ -36,11 +37,14 @@ struct BwdSplit {
   }  // of one part of all
 };
 
-// The split of the last wave of wide steps, whose work tiles the host lists.
+// The split of the last wave of wide steps, whose work tiles the host lists; none where those of
+// all tiles are split.
 template <typename C>
 BwdSplit bwd_last_round(const magi_ffa_bwd_params& a, int sms) {
   const int64_t work_tiles = bwd_num_tiles_of_heads<C>(a), last = work_tiles % sms;
-  if (!C::kIsWide || !C::kSplit || a.dq_mode || work_tiles < 2 * sms) return {};
+  if (!C::kIsWide || !C::kSplit || a.dq_mode || work_tiles < 2 * sms ||
+      bwd_num_head_splits<C>(a, sms) > 1)
+    return {};
   const int group = a.heads_q / a.heads_kv;
   int parts = group < kTailParts ? group : kTailParts;
   while (group % parts) --parts;

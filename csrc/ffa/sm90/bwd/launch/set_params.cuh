@@ -145,7 +145,8 @@ void bwd_scalars(const magi_ffa_bwd_params& a, const magi_ffa_remote* remote, in
   k->work_tiles_per_l2_group = k->num_tiles * k->heads_per_l2_group * k->splits_per_tile;
   set_semaphores<C>(a, w, sms, k, r);
   k->group = a.heads_q / a.heads_kv;
-  k->heads_per_split = r->heads_per_split = a.heads_q / a.heads_kv / k->num_head_splits;
+  k->heads_per_split = r->heads_per_split = k->group / k->num_head_splits;
+  k->longer_splits = k->group % k->num_head_splits;
   r->grads_are_float = a.grad_dtype == MAGI_FP32;
   r->accumulate = a.accumulate;
   k->grads_are_float = r->grads_are_float || split;

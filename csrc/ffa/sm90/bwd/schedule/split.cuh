@@ -42,11 +42,21 @@ __device__ __forceinline__ bool is_partial(const BwdKernelParams& p, int word) {
   return C::kSplit && (!C::kSemaphored || p.parts_shift > 0) && partial_idx(word) > 0;
 }
 
-// Query heads of a work tile.
+// Query heads of a work tile, and the first of those among the heads of its kv head.
 template <typename C>
 __device__ __forceinline__ int heads_of_work_tile(const BwdKernelParams& p, int word) {
-  return is_partial<C>(p, word) && !(C::kWorkList && is_cut(word)) ? p.split_heads
-                                                                   : p.heads_per_split;
+  if (C::kWorkList && is_cut(word)) return p.group;
+  if (is_partial<C>(p, word)) return p.split_heads;
+  if constexpr (C::kSemaphored) return p.heads_per_split;
+  return p.heads_per_split + (BwdHeadSplit<C>::of_word(word).heads < p.longer_splits);
+}
+template <typename C>
+__device__ __forceinline__ int first_head_of_work_tile(const BwdKernelParams& p, int word) {
+  if (C::kWorkList && is_cut(word)) return 0;
+  const int split = BwdHeadSplit<C>::of_word(word).heads;
+  if (is_partial<C>(p, word)) return split * p.split_heads;
+  if constexpr (C::kSemaphored) return split * p.heads_per_split;
+  return split * p.heads_per_split + min(split, p.longer_splits);
 }
 
 // A tile of many segments, as under block-sparse masks, is walked once for each head. CTAs are at
