@@ -21,8 +21,9 @@ class FfaTile(NamedTuple):
 
 
 # The smaller tile of head dim 128 takes 1.035 of the time for as many rows (docs/log/ffa_forward.md). Where the larger
-# one takes two rounds, the counts can differ by a third, and by a ninth with more rounds.
-_FEW, _FEW_IF_EVEN = 0.8, 0.94
+# one takes two rounds, the counts can differ by a third, and by a ninth with more rounds. Five rounds in place of four
+# gain up to 5% under documents, eight in place of six lose 7% (docs/log/heads.md).
+_FEW, _FEW_IF_EVEN = 0.85, 0.94
 
 
 class ForwardTiles(NamedTuple):

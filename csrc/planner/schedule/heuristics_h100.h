@@ -125,6 +125,9 @@ constexpr int kFewParts = 4, kShortest = 2;
 constexpr int kMostForwardSplit = 320;  // work tiles: the workspace has a counter for each
 constexpr int kLeastBlocks = 8;         // of a part: it leaves its output in memory
 constexpr double kLong = 1.5;           // times an SM's share, from where on a tile is split
+constexpr double kSplitEnd = 1.1;       // times an SM's share, where all end then
+// What splits cost, in blocks of 128 keys: the kernel that can, and each part (docs/log/heads.md).
+constexpr double kSplitCall = 5, kSplitPart = 0.1;
 
 }  // namespace h100
 }  // namespace magi

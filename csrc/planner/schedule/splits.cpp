@@ -242,7 +242,8 @@ TileSplit select_tile_split(const magi_schedule_problem& p, const TileTable& til
 // see all keys, beside many that see few, would keep some SMs busy long after the others. Work
 // tiles of one mask are equal for all heads, so what is split is a prefix of the plan's order,
 // which goes by cost. None where all tiles together are so few that the kernel splits each of them
-// alike, which is as good.
+// alike, which is as good; nor where the parts cost more key blocks than they save, as under a
+// short causal mask.
 void select_forward_splits(const PlanReader& plan, int head_units, int num_sms,
                            magi_schedule_choice* choice) {
   if (plan.num_tiles() == 0) return;
@@ -262,6 +263,11 @@ void select_forward_splits(const PlanReader& plan, int head_units, int num_sms,
   tiles = std::min(tiles, h100::kMostForwardSplit / head_units);
   const int parts = std::min(kMostForwardParts, longest / least);
   if (tiles == 0 || parts <= 1) return;
+  int in_all = 0;
+  for (int i = 0; i < tiles; ++i)
+    in_all += std::clamp(plan.num_key_blocks(plan.order()[i]) / least, 1, parts) * head_units;
+  const double end = std::max(h100::kSplitEnd * share, double(longest) / parts);
+  if (longest - end < h100::kSplitCall + h100::kSplitPart * in_all) return;
   choice->split_end = tiles;
   choice->num_splits = parts;
   choice->min_blocks = least;
