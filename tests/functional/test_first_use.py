@@ -90,17 +90,41 @@ DIFFERENCES = {
     ),
     "gathered plan": (lambda odd, g: _gather(plan_of([0, 40, TOTAL] if odd else CU), g), "different plans", "gather"),
     "rolled plan": (lambda odd, g: _roll(plan_of([0, 40, TOTAL] if odd else CU), g), "different plans", "roll"),
+    "gathered width": (lambda odd, g: _gather(plan_of(), g, 8 - odd), "different rows", "(7,) of float32", "(8,)"),
+    "gathered dtype": (
+        lambda odd, g: _gather(plan_of(), g, dtype=torch.float64 if odd else torch.float32), "different rows", "float64"
+    ),
+    "rolled width": (lambda odd, g: _roll(plan_of(), g, width=8 - odd), "different rows", "(7,) of float32", "(8,)"),
+    "shift": (lambda odd, g: _roll(plan_of(), g, -2 if odd else -1), "different shift", "shift -2", "shift -1"),
+    "depth of labels": (lambda odd, g: _labels(plan_of(), g, depth=2 if odd else 1), "different shift", "shift -2", "shift -1"),
+    "backward": (lambda odd, g: _step(plan_of(), g, not odd), "different calls", "backward, too: let its loss be"),
     "gradient of shard": (lambda odd, g: _shard(plan_of([0, 40, TOTAL] if odd else CU), g), "different plans"),
     "key": (lambda odd, g: _key([0, 40, TOTAL] if odd else CU, g), "different plans"),
 }  # fmt: skip
 
 
-def _gather(plan, group):
-    return plan.gather(torch.zeros(plan.shard_sizes[dist.get_rank()]), group)
+def _rows(plan, width: int, dtype=torch.float32) -> torch.Tensor:
+    return torch.zeros(plan.shard_sizes[dist.get_rank()], width, dtype=dtype)
 
 
-def _roll(plan, group):
-    return plan.roll(torch.zeros(plan.shard_sizes[dist.get_rank()]), -1, group)
+def _gather(plan, group, width: int = 1, dtype=torch.float32):
+    return plan.gather(_rows(plan, width, dtype), group)
+
+
+def _roll(plan, group, shift: int = -1, width: int = 1):
+    return plan.roll(_rows(plan, width), shift, group)
+
+
+def _labels(plan, group, **options):
+    return plan.labels(torch.zeros(plan.shard_sizes[dist.get_rank()], dtype=torch.int64), group=group, **options)
+
+
+def _step(plan, group, has_labels: bool) -> None:
+    """A rank without labels makes no backward and is in its next forward when the others are in backward."""
+    out = attention_with_grad(plan, group)
+    if has_labels:
+        out.sum().backward()
+    attention_with_grad(plan, group)
 
 
 def _shard(plan, group):
@@ -128,6 +152,16 @@ def check_differences(all_told: list[dict[str, str]]) -> None:
     for name, (_, *words) in DIFFERENCES.items():
         text = all_told[0][name]
         assert "rank 1:" in text and "ranks 0, 2:" in text and all(word in text for word in words), (name, text)
+
+
+def declined(rank: int, world: int) -> None:
+    """What is wrong with the labels of one rank is told to all, and the group goes on."""
+    group, plan = dist.new_group(), plan_of()
+    for options in (dict(cu_seqlens=[0, TOTAL + 1]), dict(depth=0), dict(depth=1.5), dict(ignore_index=0.5)):
+        with pytest.raises(ContractError if rank == 1 else PeerFailureError) as info:
+            _labels(plan, group, **(options if rank == 1 else {}))
+        assert rank == 1 or "rank 1 failed: ContractError in labels" in str(info.value), str(info.value)
+        check_right(plan, group)
 
 
 def staying_in_step(rank: int, world: int) -> None:
@@ -228,6 +262,7 @@ def attention_with_grad(plan, group) -> torch.Tensor:
 
 def first_uses(rank: int, world: int) -> tuple[dict[str, str], list[str]]:
     told = differing(rank, world)
+    declined(rank, world)
     staying_in_step(rank, world)
     known_plans(rank, world)
     return told, skipping(rank, world)

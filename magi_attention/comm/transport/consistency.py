@@ -96,7 +96,7 @@ class Use:
 
     @cached_property
     def encoded(self) -> bytes:
-        return self.name.encode()
+        return f"{self.name}\0{self.varying}".encode()
 
     @cached_property
     def _digest(self) -> int:

@@ -34,18 +34,22 @@ _CALL, _PLAN = "call", "plan"
 FORWARD, BACKWARD = "attention forward", "attention backward"
 _HEADS = "heads that the plan was made for"
 _OF_PLAN = (("tokens", "ranks"), ("mask",), ("documents",), ("dispatch",), ("stages",), (_HEADS,))
+_ROWS, _SHIFT = "rows", "shift"
 _MAX_LISTED = 4
 
 
-def ensure_plan(plan: Plan, transport: Transport, x: torch.Tensor, stage: str) -> None:
-    """Compares ``plan`` over the ranks. ``x`` is a tensor that is about to travel."""
+def ensure_plan(
+    plan: Plan, transport: Transport, x: torch.Tensor, stage: str, rows: torch.Tensor | None = None, shift: str = ""
+) -> None:
+    """Compares ``plan`` over the ranks. ``x`` is a tensor that is about to travel. ``rows``: x, where all ranks send
+    rows of one dtype and shape. ``shift``: how a roll moves them, in words."""
     if not transport.knows(plan.fingerprint):
         refuse_capture(x)
-    transport.agree(Use(plan.fingerprint, partial(_record_of_exchange, plan), judge, stage, stage), x)
-
-
-def _record_of_exchange(plan: Plan, stage: str) -> Record:
-    return {_CALL: stage, **record_of(plan)}
+    of_call = {} if rows is None else {_ROWS: f"{tuple(rows.shape[1:])} of {_name_of(rows.dtype)}"}
+    if shift:
+        of_call[_SHIFT] = shift
+    make_record = partial(_record_of_call, plan, of_call)
+    transport.agree(Use(plan.fingerprint, make_record, judge, stage, f"{stage} {of_call}"), x)
 
 
 def use_of_call(
@@ -115,8 +119,10 @@ def judge(records: Sequence[Record]) -> str:
     labels = list(dict.fromkeys(label for record in records for label in record))
     differing = [label for label in labels if len({record.get(label) for record in records}) > 1]
     if _CALL in differing:
-        shown, what = [_CALL], "are in different calls at the first use of a plan"
+        shown, what = [_CALL], "are in different calls"
         remedy = "Every rank of the group must make the same calls in the same order."
+        if any(record.get(_CALL) == BACKWARD for record in records):
+            remedy += " A rank without labels takes part in backward, too: let its loss be out.sum() * 0."
     elif _PLAN in differing:
         groups = [[label for label in group if label in differing] for group in _OF_PLAN]
         shown = next((group for group in groups if group), [_PLAN])
@@ -130,6 +136,9 @@ def judge(records: Sequence[Record]) -> str:
     elif differing == [CALLS]:
         shown, what = differing, "have called differently since they last compared plans"
         remedy = "Results since then are wrong. All ranks need the same batches in the same order."
+    elif differing[0] in (_ROWS, _SHIFT):
+        shown, what = differing, f"move tokens with different {' and '.join(differing)}"
+        remedy = "Give tensors of one dtype and of one shape beside the tokens, and one shift, on every rank."
     else:
         shown, what = differing, f"call attention with different {' and '.join(differing)}"
         remedy = "Call it with the same heads, dtype, scale and settings (environment) on every rank."
@@ -147,7 +156,11 @@ def judge(records: Sequence[Record]) -> str:
 
 
 def _shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[str, ...]:
-    return (*(f"{x.shape[1]} of dim {x.shape[2]}" for x in (q, k, v)), str(q.dtype).removeprefix("torch."))
+    return (*(f"{x.shape[1]} of dim {x.shape[2]}" for x in (q, k, v)), _name_of(q.dtype))
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _ranks(ranks: Sequence[int]) -> str:

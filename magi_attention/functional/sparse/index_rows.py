@@ -67,7 +67,7 @@ def make_exchange(
     if isinstance(indices, PreparedIndices):
         indices = _keys_of(indices)
     world, me = layout.transport.size, layout.rank
-    with layout.exchange(_tensor_of(indices), "index attention, lists of keys"):
+    with layout.exchange(_tensor_of(indices), "index attention, lists of keys", are_rows=False):
         wanted = None
         if failure is None:
             try:

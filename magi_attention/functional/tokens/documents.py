@@ -30,11 +30,12 @@ def labels(
     dtype that can hold ``ignore_index``. Collective, as ``roll`` is. ``ContractError`` where the documents are not
     known, for a depth below 1 and for a dtype too small.
     """
-    depth = as_int(depth, "depth")
-    if depth < 1:
-        raise ContractError(f"depth is {depth}; 1 is the next token, 2 the one after it.")
-    _check_holds(tokens.dtype, ignore_index)
-    _, ends = layout.document_bounds(cu_seqlens, tokens.device)
+    with layout.telling(tokens, "labels"):
+        depth = as_int(depth, "depth")
+        if depth < 1:
+            raise ContractError(f"depth is {depth}; 1 is the next token, 2 the one after it.")
+        _check_holds(tokens.dtype, ignore_index)
+        _, ends = layout.document_bounds(cu_seqlens, tokens.device)
     is_last = layout.index("local", tokens.device) + depth >= ends
     rolled = roll(tokens, layout, -depth, dim).movedim(dim, 0)
     return rolled.masked_fill(is_last.view(-1, *[1] * (rolled.dim() - 1)), ignore_index).movedim(0, dim)

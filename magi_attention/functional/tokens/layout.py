@@ -128,22 +128,30 @@ class TokenLayout:
         return self.cache.get(_ROUTE_ROWS, (shift % self.plan.padded_tokens, device), make)
 
     @contextmanager
-    def exchange(self, x: torch.Tensor, stage: str) -> Iterator[None]:
-        """Around every exchange of rows like those of ``x``: its failure is told to the other ranks, and before the
-        plan's first one in this group the ranks compare what they hold."""
+    def exchange(self, x: torch.Tensor, stage: str, are_rows: bool = True, shift: str = "") -> Iterator[None]:
+        """Around every exchange of rows like those of ``x``: its failure is told to the other ranks, and the ranks
+        compare what they hold. Without ``are_rows`` something else than the rows of x travels. ``shift``: of a roll."""
         with self.transport.guard(stage):
-            ensure_plan(self.plan, self.transport, x, stage)
+            ensure_plan(self.plan, self.transport, x, stage, x if are_rows else None, shift)
             yield
 
-    def check_rows_of_all(self, x: torch.Tensor, dim: int, rows: int, what: str, is_global: bool = False) -> None:
-        """``check_rows`` before an exchange: other ranks are told of a failure."""
+    @contextmanager
+    def telling(self, x: torch.Tensor, what: str) -> Iterator[None]:
+        """Around checks before an exchange: other ranks, which are about to wait for this one, are told of a failure."""
         try:
-            self.check_rows(x, dim, rows, what, is_global)
+            yield
         except Exception as exc:
             self.transport.decline(exc, x, what)
             raise
 
+    def check_rows_of_all(self, x: torch.Tensor, dim: int, rows: int, what: str, is_global: bool = False) -> None:
+        """``check_rows`` before an exchange."""
+        with self.telling(x, what):
+            self.check_rows(x, dim, rows, what, is_global)
+
     def check_rows(self, x: torch.Tensor, dim: int, rows: int, what: str, is_global: bool = False) -> None:
+        if not isinstance(x, torch.Tensor):
+            raise ContractError(f"{what} got a {type(x).__name__}; give a tensor with {rows} rows along dim {dim}.")
         refuse_dtensor("the tensor", x, is_global)
         if not -x.dim() <= dim < x.dim() or x.shape[dim] != rows:
             raise ContractError(
@@ -220,7 +228,9 @@ class _Roll(torch.autograd.Function):
 
 
 def _roll(x: torch.Tensor, layout: TokenLayout, shift: int, simple: bool) -> torch.Tensor:
-    with layout.exchange(x, "roll"):
+    total, way = layout.plan.padded_tokens, " by pieces" if simple else ""
+    least = (shift + total // 2) % total - total // 2  # of the shifts that do the same
+    with layout.exchange(x, "roll", shift=f"{least}{way}"):
         return (_roll_by_pieces if simple else _roll_rows)(x, layout, shift)
 
 
@@ -289,17 +299,29 @@ def shard(
     ``is_partial_grad`` each gets its own rows of it, zero elsewhere, and nothing is sent.
     """
     plan = layout.plan
-    pad_value = as_number(pad_value, "pad_value")
-    if pad_value % 1 != 0 and not (x.is_floating_point() or x.is_complex()):
-        raise ContractError(f"pad_value is {pad_value} and the tensor has dtype {x.dtype}; give an integer.")
     num_rows = plan.padded_tokens if is_padded else plan.total_tokens
     layout.check_rows(x, dim, num_rows, "shard (dispatch)", is_global=True)
+    pad_value = _pad_of(x.dtype, pad_value)
     rows = x.movedim(dim, 0)
     if plan.pad_size and not is_padded:
         rows = torch.cat([rows, rows.new_full((plan.pad_size, *rows.shape[1:]), pad_value)])
     if is_partial_grad:
         return rows.index_select(0, layout.index("local", rows.device)).movedim(0, dim)
     return _apply_shard(rows, layout).movedim(0, dim)
+
+
+def _pad_of(dtype: torch.dtype, pad_value: float) -> float:
+    """``pad_value``, if ``dtype`` has it."""
+    pad_value = as_number(pad_value, "pad_value")
+    if dtype.is_floating_point or dtype.is_complex:
+        return pad_value
+    given = f"pad_value is {pad_value} and the tensor has dtype {dtype}"
+    if pad_value % 1 != 0:
+        raise ContractError(f"{given}; give an integer.")
+    low, high = (0, 1) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
+    if not low <= pad_value <= high:
+        raise ContractError(f"{given}, which holds {low} to {high}; give one of these, or x.long().")
+    return pad_value
 
 
 def place(x: torch.Tensor, layout: TokenLayout) -> torch.Tensor:
@@ -343,8 +365,10 @@ def roll(x: torch.Tensor, layout: TokenLayout, shift: int, dim: int = 0, simple:
     Pad rows take part, so up to ``|shift|`` real tokens at the wrap-around get pad values. Documents do not matter:
     the last token of one gets the first of the next. ``labels`` of ``documents`` stops at their ends.
     """
-    layout.check_rows_of_all(x, dim, layout.num_local, "roll")
-    return _apply_roll(x.movedim(dim, 0), layout, as_int(shift, "shift"), simple).movedim(0, dim)
+    with layout.telling(x, "roll"):
+        layout.check_rows(x, dim, layout.num_local, "roll")
+        shift = as_int(shift, "shift")
+    return _apply_roll(x.movedim(dim, 0), layout, shift, simple).movedim(0, dim)
 
 
 def positions(layout: TokenLayout, device: torch.device | str) -> torch.Tensor:
