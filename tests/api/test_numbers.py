@@ -128,9 +128,14 @@ def test_pads_are_numbers_that_the_dtype_has():
         shards = FakeWorld(2).run(lambda t: plan.shard(tokens, t, given))  # noqa: B023
         assert int(torch.cat(shards).max()) == big and plan.pad_size
     for given, problem in ((0.5, "give an integer"), (float("nan"), "give an integer"), (torch.ones(2), "one number"),
-                           (torch.ones((), requires_grad=True), "requires a gradient")):  # fmt: skip
+                           (torch.ones((), requires_grad=True), "requires a gradient"),
+                           (2**63, "int64, which holds -9223372036854775808 to")):  # fmt: skip
         with pytest.raises(ContractError, match=f"pad_value is .*{problem}"):
             FakeWorld(2).run(lambda t: plan.shard(tokens, t, given))  # noqa: B023
+    for dtype, given, limits in ((torch.uint8, -100, "0 to 255"), (torch.int8, 128, "-128 to 127"),
+                                 (torch.bool, -100, "0 to 1")):  # fmt: skip
+        with pytest.raises(ContractError, match=rf"pad_value is {given} .*{limits}; give one of these, or x.long\(\)"):
+            FakeWorld(2).run(lambda t: plan.shard(tokens.to(dtype), t, given))  # noqa: B023
 
 
 def test_plans_of_equal_numbers_are_equal():

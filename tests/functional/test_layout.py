@@ -73,6 +73,9 @@ def test_wrong_sizes_say_what_is_expected() -> None:
             gather(torch.zeros(20, 2), layout)
         with pytest.raises(ContractError, match="roll"):
             roll(torch.zeros(3, 2), layout, 1)
+        for move, what in ((shard, "shard .*20 rows"), (gather, "gather .*10 rows")):
+            with pytest.raises(ContractError, match=what.replace(" .*", ".* got a list; give a tensor with ")):
+                move([0] * 20, layout)
 
     FakeWorld(2).run(rank)
     with pytest.raises(ContractError, match="2 ranks and the group has 3"):
