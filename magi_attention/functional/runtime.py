@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, cast
 
 import numpy as np
@@ -128,7 +128,6 @@ class AttnRuntime:
         self.head_groups = head_groups
         self.part: RankPlan = plan.rank(transport.rank)
         self._hierarchy = hierarchy
-        self._has_said_why = False
         self._fused: tuple[OneLaunch | None] | None = None  # once decided
         ahead = plan.cache.find(AHEAD, transport.rank) or NOT_AHEAD
         self.comms: tuple[StageComm, ...] = tuple(self._comm(s, hierarchy, ahead) for s in range(plan.num_stages))
@@ -309,17 +308,13 @@ class AttnRuntime:
         if mode == "staged" or self.is_local:  # where no rank reads a key of another there is nothing to send
             return None
         if self.queries is not None:
-            if mode == "fused" and not self._has_said_why:
-                self._has_said_why = True
-                _log.warning("Attention runs stage by stage over the process group, because queries move in this plan.")
+            if mode == "fused":
+                _warn_once("because queries move in this plan.")
             return None
         if q.device.type != "cuda" or not hasattr(backend, "backward_fused"):
-            if mode == "fused" and not self._has_said_why:
-                self._has_said_why = True
-                _log.warning(
-                    "Attention runs stage by stage over the process group: keys that arrive while a kernel runs "
-                    "need the ffa backend on GPUs, not %s on %s.", backend.name, q.device.type,
-                )  # fmt: skip
+            if mode == "fused":
+                where = f"{backend.name} on {q.device.type}"
+                _warn_once(f"as keys that arrive while a kernel runs need the ffa backend on GPUs, not {where}.")
             return None
         if self._fused is None:
             self._fused = (self._decide(q.device),)
@@ -359,6 +354,12 @@ class AttnRuntime:
             raise UnsupportedError(f"MAGI_ATTENTION_NODE_TRANSPORT={wish} cannot be done here: {reason} Unset it.")
         _log.info("Rows of such k and v go between nodes by all-to-all-v: %s", reason)
         return None
+
+
+@lru_cache(maxsize=64)
+def _warn_once(reason: str) -> None:
+    """Once for a process: masks of their own in every step make as many runtimes."""
+    _log.warning("Attention runs stage by stage over the process group, %s", reason)
 
 
 __all__ = ["AttnCall", "AttnPolicy", "AttnRuntime", "Trace", "accumulation_dtype"]

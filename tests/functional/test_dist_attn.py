@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from dataclasses import dataclass
 from functools import partial
@@ -30,9 +31,11 @@ from magi_attention.config import (
 from magi_attention.errors import ContractError, UnsupportedError
 from magi_attention.functional import AttnPolicy, AttnRuntime, TokenLayout, gather, shard
 from magi_attention.functional.dist_attn import dist_attn
+from magi_attention.functional.runtime import _warn_once
 from magi_attention.kernels import default_registry
 from magi_attention.meta.plan import Plan
-from magi_attention.meta.planner import build_plan
+from magi_attention.meta.planner import PlanOptions, build_plan
+from magi_attention.testing.libraries import planner_or_skip
 from magi_attention.testing.masks import random_slices
 
 sys.path.append(str(Path(__file__).parents[1] / "meta"))
@@ -221,10 +224,10 @@ def test_what_is_no_tensor_gets_a_sentence() -> None:
         dist_attn(q, q, q, runtime, torch.zeros(2))
 
 
-def decision(rank: FakeTransport, plan: Plan, stage_mode: str) -> bool:
+def decision(rank: FakeTransport, plan: Plan, stage_mode: str, device: str = "cuda") -> bool:
     """Does the runtime go stage by stage without an error, with a backend and tensors that could do otherwise?"""
     runtime = AttnRuntime(plan, rank, default_registry(), AttnPolicy(stage_mode=stage_mode))
-    q = SimpleNamespace(device=torch.device("cuda"))
+    q = SimpleNamespace(device=torch.device(device))
     return runtime._fused_attention(SimpleNamespace(name="ffa", backward_fused=None), q) is None
 
 
@@ -242,3 +245,17 @@ def test_what_the_machine_cannot_do_is_an_error_where_it_was_asked_for() -> None
     with pytest.raises(UnsupportedError, match="torch.distributed"):
         FakeWorld(4).run(decision, plan, "fused")
     assert FakeWorld(4).run(decision, plan, "auto") == [True] * 4
+
+
+@pytest.mark.parametrize("query_moves", ["never", "always"])
+def test_a_wish_that_is_not_met_is_told_once_for_all_masks(caplog, query_moves) -> None:
+    if query_moves == "always":
+        planner_or_skip()
+    _warn_once.cache_clear()
+    options, totals = PlanOptions(query_moves=query_moves), range(64, 128, 8)
+    with caplog.at_level(logging.WARNING, logger="magi_attention.functional"):
+        for total in totals:
+            plan = build_plan(SliceTable(np.array([[0, total, 0, total, 1]])), total, 2, options)
+            assert FakeWorld(2).run(decision, plan, "fused", "cpu") == [True] * 2
+    told = [record.message for record in caplog.records if "stage by stage" in record.message]
+    assert 1 <= len(told) <= 2, told  # the threads of the two ranks may say it at one time
