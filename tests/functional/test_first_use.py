@@ -96,7 +96,7 @@ DIFFERENCES = {
     ),
     "rolled width": (lambda odd, g: _roll(plan_of(), g, width=8 - odd), "different rows", "(7,) of float32", "(8,)"),
     "shift": (lambda odd, g: _roll(plan_of(), g, -2 if odd else -1), "different shift", "shift -2", "shift -1"),
-    "depth of labels": (lambda odd, g: _labels(plan_of(), g, depth=2 if odd else 1), "different shift", "shift -2", "shift -1"),
+    "depth of labels": (lambda odd, g: _labels(plan_of(), g, depth=2 if odd else 1), "different shift", "shift -2"),
     "backward": (lambda odd, g: _step(plan_of(), g, not odd), "different calls", "backward, too: let its loss be"),
     "gradient of shard": (lambda odd, g: _shard(plan_of([0, 40, TOTAL] if odd else CU), g), "different plans"),
     "key": (lambda odd, g: _key([0, 40, TOTAL] if odd else CU, g), "different plans"),

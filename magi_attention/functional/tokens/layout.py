@@ -137,7 +137,7 @@ class TokenLayout:
 
     @contextmanager
     def telling(self, x: torch.Tensor, what: str) -> Iterator[None]:
-        """Around checks before an exchange: other ranks, which are about to wait for this one, are told of a failure."""
+        """Around checks before an exchange: the other ranks, which wait for this one there, are told of a failure."""
         try:
             yield
         except Exception as exc:
