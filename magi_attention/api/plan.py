@@ -44,6 +44,7 @@ from magi_attention.errors import ContractError
 from magi_attention.functional import ahead
 from magi_attention.functional.attention_memory import plan_memory
 from magi_attention.functional.calls.attention_check import PlanMark, note_call
+from magi_attention.functional.calls.on_meta import are_on_meta, attention_on_meta
 from magi_attention.functional.dist_attn import dist_attn
 from magi_attention.functional.policy import AttnPolicy
 from magi_attention.functional.recurrent import layouts
@@ -335,14 +336,6 @@ def check_plan(plan: object) -> None:
     raise ContractError(f"plan is {given}; {remedy}.")
 
 
-def _on_meta(q: torch.Tensor, v: torch.Tensor, return_max_logits: bool) -> tuple[torch.Tensor, AttnForwardMeta]:
-    """Shapes and dtypes alone, as torch's functions give them for tensors on the meta device."""
-    accumulated = torch.float64 if q.dtype == torch.float64 else torch.float32
-    lse = q.new_empty(q.shape[:2], dtype=accumulated)
-    out = q.new_empty((*q.shape[:2], v.shape[2]), requires_grad=torch.is_grad_enabled() and q.requires_grad)
-    return out, AttnForwardMeta(lse=lse, max_logits=lse.new_empty(q.shape[1]) if return_max_logits else None)
-
-
 def attend(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -375,8 +368,8 @@ def attend(
     """
     check_plan(plan)
     note_call(plan._mark)
-    if q.is_meta and k.is_meta and v.is_meta:
-        return _on_meta(q, v, return_max_logits)
+    if are_on_meta(q, k, v):
+        return attention_on_meta(q, v, return_max_logits)
     if is_compiling():
         if trace is not None:
             raise ContractError("trace= collects nothing in a compiled model; leave it out, or call attend uncompiled.")

@@ -12,7 +12,9 @@ from magi_attention.api import (
     AttnRanges,
     DispatchConfig,
     DistAttnConfig,
+    Mask,
     OverlapConfig,
+    attend,
     calc_attn,
     clear_cache,
     dispatch,
@@ -23,6 +25,7 @@ from magi_attention.api import (
     magi_attn_varlen_dispatch,
     magi_attn_varlen_key,
     make_flex_key_for_new_mask_after_dispatch,
+    make_plan,
     roll,
     undispatch,
 )
@@ -210,6 +213,16 @@ def test_bad_tensors_say_what_to_do(group, change, words) -> None:
     values.update(change)
     with pytest.raises(ValueError, match=words):
         calc_attn(key=key, **values)
+
+
+def test_shapes_and_dtypes_on_the_meta_device(group) -> None:
+    key, plan = flex_key(group), make_plan(Mask.causal(24), 1)
+    for dtype, accumulated in ((torch.bfloat16, torch.float32), (torch.float64, torch.float64)):
+        q, k, v = (torch.zeros(24, h, d, dtype=dtype, device="meta") for h, d in ((4, 8), (2, 8), (2, 6)))
+        for out, meta in (calc_attn(q, k, v, key, return_max_logits=True), attend(q, k, v, plan)):
+            assert out.is_meta and out.shape == (24, 4, 6) and out.dtype == dtype
+            assert meta.lse.is_meta and meta.lse.shape == (24, 4) and meta.lse.dtype == accumulated
+    assert calc_attn(q, k, v, key, return_max_logits=True)[1].max_logits.shape == (4,)
 
 
 def test_strided_views_work(group) -> None:

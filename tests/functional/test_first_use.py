@@ -155,13 +155,17 @@ def check_differences(all_told: list[dict[str, str]]) -> None:
 
 
 def declined(rank: int, world: int) -> None:
-    """What is wrong with the labels of one rank is told to all, and the group goes on."""
+    """What is wrong with the call of one rank is told to all, and the group goes on."""
     group, plan = dist.new_group(), plan_of()
     for options in (dict(cu_seqlens=[0, TOTAL + 1]), dict(depth=0), dict(depth=1.5), dict(ignore_index=0.5)):
         with pytest.raises(ContractError if rank == 1 else PeerFailureError) as info:
             _labels(plan, group, **(options if rank == 1 else {}))
         assert rank == 1 or "rank 1 failed: ContractError in labels" in str(info.value), str(info.value)
         check_right(plan, group)
+    q, k, v = (plan.shard(x, group) for x in tensors())
+    with pytest.raises(ContractError if rank == 1 else PeerFailureError, match="q is NoneType"):
+        api.attend(None if rank == 1 else q, k, v, plan, group)
+    check_right(plan, group)
 
 
 def staying_in_step(rank: int, world: int) -> None:

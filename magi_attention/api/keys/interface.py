@@ -46,6 +46,7 @@ from magi_attention.config import DistAttnConfig
 from magi_attention.env.snapshot import RuntimeFlags
 from magi_attention.errors import ContractError, UnknownKeyError
 from magi_attention.functional.calls.attention_check import note_call
+from magi_attention.functional.calls.on_meta import are_on_meta, attention_on_meta
 from magi_attention.functional.tokens import documents
 from magi_attention.functional.tokens import layout as token_layout
 from magi_attention.meta import chunking
@@ -285,15 +286,18 @@ def calc_attn(
     q ``(T, Hq, D)``, k ``(T, Hk, D)``, v ``(T, Hk, Dv)``, dispatched, any strides; ``sink`` ``(S, Hq)``, the same on
     all ranks. Returns out ``(T, Hq, Dv)`` in q's dtype and ``AttnForwardMeta(lse (T, Hq), max_logits (Hq,) over all
     ranks, or None)``. ``softmax_scale`` is a number, by default ``D ** -0.5``; to learn a scale, multiply q by it.
-    Collective; differentiable in q, k, v, sink. Under ``torch.compile(fullgraph=True)`` the call is one custom op,
-    compiled once for all masks where the key is an argument of the model; where a module holds it, for each anew. Hold
-    the key while a CUDA graph that was captured with it is replayed: of keys that nobody holds the least recently used
-    go, with their tables on the GPU.
+    Collective; differentiable in q, k, v, sink. Tensors on the meta device give tensors there. Under
+    ``torch.compile(fullgraph=True)`` the call is one custom op, compiled once for all masks where the key is an
+    argument of the model; where a module holds it, for each anew. Hold the key while a CUDA graph that was captured
+    with it is replayed: of keys that nobody holds the least recently used go, with their tables on the GPU.
     """
     note_call(getattr(key, "_mark", None))
     if is_compiling():
         return compiled_attn(q, k, v, sink, _facts(key), softmax_scale, softcap, return_max_logits)
-    return _manager(key).calc_attn(q, k, v, sink, softmax_scale, softcap, return_max_logits)
+    manager = _manager(key)
+    if are_on_meta(q, k, v):
+        return attention_on_meta(q, v, return_max_logits)
+    return manager.calc_attn(q, k, v, sink, softmax_scale, softcap, return_max_logits)
 
 
 def get_position_ids(key: DistAttnRuntimeKey, cu_seqlens: torch.Tensor | None = None) -> torch.Tensor:
