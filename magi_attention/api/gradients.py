@@ -8,7 +8,9 @@ gradients. ``docs/gradients.md`` says what the loss has to be divided by, and wh
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -18,12 +20,14 @@ from magi_attention.common.scalars import as_int
 from magi_attention.errors import ContractError, UnsupportedError
 
 BUCKET_BYTES = 2**26
+_SUMMED: WeakSet[DistributedDataParallel] = WeakSet()  # whose gradients are multiplied before DDP averages them
 
 
 def sum_gradients(module: torch.nn.Module, group: dist.ProcessGroup | None = None, dp_size: int = 1) -> None:
     """After ``backward``: adds up the gradients of all parameters of ``module`` over ``group``, in place.
 
-    For modules without a wrapper; DDP and FSDP2 want ``set_gradient_sum``. ``group`` is the context parallel group, or
+    Once for a step of the optimizer, after its last backward: a sum of gradients that were summed counts them once for
+    each rank. For modules without a wrapper; DDP and FSDP2 want ``set_gradient_sum``. ``group`` is the context parallel group, or
     all ranks of ``dp_size`` groups, over which the sums are then averaged; None is the default group, or this process
     alone if there is none. A parameter without a gradient on some ranks gets the sum of the others. Collective;
     gradients of 64 MiB at a time are sent as one tensor, in their own dtype. ``ContractError`` for a ``dp_size`` that
@@ -51,12 +55,14 @@ def set_gradient_sum(model: torch.nn.Module, dp_size: int = 1) -> None:
     """Once, before training: DDP or FSDP2 sums gradients over the context parallel ranks instead of averaging.
 
     ``model`` is a ``DistributedDataParallel`` or holds modules of ``fully_shard``. Its ranks are those of one context
-    parallel group, or of ``dp_size`` of them, over which the sums are averaged. DDP gets a communication hook of its
-    own, so it cannot have another. ``ContractError`` for other models and a ``dp_size`` that does not divide the ranks.
+    parallel group, or of ``dp_size`` of them, over which the sums are averaged. Gradients may be accumulated over
+    several backward passes, in ``no_sync`` or not. Of a DDP each parameter gets a hook that multiplies what a backward
+    pass brings, and the average of the products is the sum; so a communication hook of your own may be there.
+    ``ContractError`` for other models, a ``dp_size`` that does not divide the ranks, and a DDP that has it already.
     """
     if isinstance(model, DistributedDataParallel):
         _check_dp_size(dp_size, model.process_group.size())
-        model.register_comm_hook(model.process_group, _ddp_hook(dp_size))
+        _multiply_gradients(model, model.process_group.size() / dp_size)
         return
     from torch.distributed.fsdp import FSDPModule  # takes a second, which the package's import should not
 
@@ -64,7 +70,7 @@ def set_gradient_sum(model: torch.nn.Module, dp_size: int = 1) -> None:
     if not sharded:
         raise ContractError(
             f"{type(model).__name__} is neither a DistributedDataParallel nor does it hold modules of fully_shard; "
-            "wrap it first, or call sum_gradients(model, group) after each backward."
+            "wrap it first, or call sum_gradients(model, group) before each step of the optimizer."
         )
     for parameter in model.parameters():
         _check_sharded(parameter, dp_size)
@@ -74,13 +80,16 @@ def set_gradient_sum(model: torch.nn.Module, dp_size: int = 1) -> None:
         module.set_force_sum_reduction_for_comms(True)
 
 
-def _ddp_hook(dp_size: int):
-    # No annotations: DDP compares them with classes, and here they would be strings.
-    def sum_over_group(group, bucket):
-        work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
-        return work.get_future().then(lambda done: done.value()[0].div_(dp_size) if dp_size > 1 else done.value()[0])
-
-    return sum_over_group
+def _multiply_gradients(model: DistributedDataParallel, factor: float) -> None:
+    """What a backward pass brings is multiplied before it is added to ``grad``. A communication hook that sums would
+    not do: DDP sends all of ``grad``, and what the backward passes before have left there is a sum already, which all
+    ranks hold; an average leaves that as it is."""
+    if model in _SUMMED:
+        raise ContractError("This DistributedDataParallel adds up its gradients already; call set_gradient_sum once.")
+    _SUMMED.add(model)
+    for name, parameter in model.module.named_parameters():
+        if parameter.requires_grad and name not in model.parameters_to_ignore and factor != 1:
+            parameter.register_hook(partial(torch.mul, other=factor))
 
 
 def _check_dp_size(dp_size: int, ranks: int) -> None:

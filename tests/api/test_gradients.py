@@ -78,8 +78,9 @@ def wrap(model: Model, kind: str, mesh, dp: int):
     return model
 
 
-def errors(rank: int, world: int, dp: int, wrapper: str, before: str, dtype=torch.float64) -> float:
-    """Largest difference to one process; ``before`` says how the embedding meets ``shard``."""
+def errors(rank: int, world: int, dp: int, wrapper: str, before: str, dtype=torch.float64, shares=(1.0,)) -> float:
+    """Largest difference to one process; ``before`` says how the embedding meets ``shard``, and ``shares`` of how many
+    backward passes, with what share of the loss each, a step consists."""
     cp = world // dp
     mesh = init_device_mesh("cpu", (dp, cp), mesh_dim_names=("dp", "cp"))
     replica, group = mesh.get_local_rank("dp"), mesh.get_group("cp")
@@ -98,11 +99,12 @@ def errors(rank: int, world: int, dp: int, wrapper: str, before: str, dtype=torc
 
     for _ in range(2):  # gradients do not depend on the step before
         model.zero_grad()
-        if before == "sharded tokens":
-            logits = model(local, attention)
-        else:
-            logits = model(tokens, attention, shard)
-        (F.cross_entropy(logits, labels, reduction="sum") / num_labels).backward()
+        for share in shares:
+            if before == "sharded tokens":
+                logits = model(local, attention)
+            else:
+                logits = model(tokens, attention, shard)
+            (F.cross_entropy(logits, labels, reduction="sum") * share / num_labels).backward()
         if wrapper == "plain":
             sum_gradients(model, dist.group.WORLD, dp)
     found = [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in model.parameters()]
@@ -115,12 +117,13 @@ def all_errors(rank: int, world: int, dp: int) -> dict[tuple[str, str], float]:
     wrappers = [w for w in WRAPPERS if w != "hsdp" or dp > 1]
     forms = ("sharded tokens", "partial gradient", "whole gradient")
     found = {(w, form): errors(rank, world, dp, w, form) for w in wrappers for form in forms}
+    found |= {("accumulated", w): errors(rank, world, dp, w, forms[0], shares=(0.5, 0.2, 0.3)) for w in wrappers}
     # FSDP2 divides elsewhere in float32 than in float64.
     return found | {("float32", w): errors(rank, world, dp, w, forms[0], torch.float32) for w in wrappers}
 
 
 def check_errors(found: dict[tuple[str, str], float], dp: int) -> None:
-    assert len(found) == 4 * (5 if dp > 1 else 4)
+    assert len(found) == 5 * (5 if dp > 1 else 4)
     assert all(error < (1e-5 if kind[0] == "float32" else 1e-12) for kind, error in found.items()), found
 
 
@@ -152,6 +155,10 @@ def missing_gradients(rank: int, world: int) -> list:
         sum_gradients(parts, None, 3)
     with pytest.raises(ContractError, match="dp_size is 0"):
         set_gradient_sum(DistributedDataParallel(nn.Linear(2, 2)), 0)
+    summed = DistributedDataParallel(nn.Linear(2, 2))
+    set_gradient_sum(summed)
+    with pytest.raises(ContractError, match="adds up its gradients already"):
+        set_gradient_sum(summed)
     with pytest.raises(ContractError, match="neither a DistributedDataParallel nor"):
         set_gradient_sum(nn.Linear(2, 2))
     sharded = fully_shard(nn.Linear(2, 2), mesh=init_device_mesh("cpu", (world,)))
