@@ -27,9 +27,9 @@ def sum_gradients(module: torch.nn.Module, group: dist.ProcessGroup | None = Non
     """After ``backward``: adds up the gradients of all parameters of ``module`` over ``group``, in place.
 
     Once for a step of the optimizer, after its last backward: a sum of gradients that were summed counts them once for
-    each rank. For modules without a wrapper; DDP and FSDP2 want ``set_gradient_sum``. ``group`` is the context parallel group, or
-    all ranks of ``dp_size`` groups, over which the sums are then averaged; None is the default group, or this process
-    alone if there is none. A parameter without a gradient on some ranks gets the sum of the others. Collective;
+    each rank. For modules without a wrapper; DDP and FSDP2 want ``set_gradient_sum``. ``group`` is the context parallel
+    group, or all ranks of ``dp_size`` groups, over which the sums are then averaged; None is the default group, or this
+    process alone if there is none. A parameter without a gradient on some ranks gets the sum of the others. Collective;
     gradients of 64 MiB at a time are sent as one tensor, in their own dtype. ``ContractError`` for a ``dp_size`` that
     does not divide the group, ``UnsupportedError`` for sharded parameters (``DTensor``) and sparse gradients.
     """
