@@ -97,7 +97,8 @@ class PackingCollator:
     * ``attention_mask`` (n,): tokens with 0 are left out, and so are their labels,
     * ``seq_lengths``, if the example is several documents already; or ``position_ids`` (n,), kept as they are, where
       each 0 begins a document,
-    * the columns of ``per_token`` (n,), which are given to the model as ``input_ids`` are.
+    * the columns of ``per_token`` (n,), which are given to the model as ``input_ids`` are: integers as int64, weights
+      and other floating-point numbers in their dtype (float32 for a list), 0 at pad rows.
 
     The batch has
 
@@ -155,10 +156,11 @@ class PackingCollator:
         shifted[cu_seqlens[1:] - 1] = IGNORE_INDEX
         columns = {"input_ids": tokens[rows], "position_ids": positions[rows]}
         columns["labels"] = np.where(is_pad, IGNORE_INDEX, shifted[rows])
-        for name in read[0].extra:
+        for name in dict.fromkeys(name for x in read for name in x.extra):
             if any(name not in x.extra for x in read):
                 raise ContractError(f"Some examples of a batch have {name!r} and others do not; give it to all.")
-            columns[name] = np.concatenate([x.extra[name] for x in read])[rows]
+            column = np.concatenate([x.extra[name] for x in read])[rows]
+            columns[name] = np.where(is_pad, column.dtype.type(0), column) if column.dtype.kind == "f" else column
         batch: dict[str, Any] = {name: torch.from_numpy(column)[None] for name, column in columns.items()}
         segments = _segments(plans.full, self.cp_rank) if self.has_segments else {}
         return {**batch, "shift_labels": batch["labels"], "magi_plans": plans, **segments}

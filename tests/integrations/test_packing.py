@@ -104,6 +104,36 @@ def test_tensors_are_taken_too():
     assert batch["labels"].tolist() == [[1, 2, 3, 4, IGNORE_INDEX]]
 
 
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("cp_size", [1, 2, 3])
+def test_weights_of_tokens_keep_their_fractions(cp_size, dtype):
+    """A column of floating-point numbers beside the tokens, as advantages or weights of a loss; pads weigh nothing."""
+    generator = torch.Generator().manual_seed(cp_size)
+    examples, weights = [], {}
+    for tokens in (torch.arange(1, 8), torch.arange(8, 10)):
+        given = torch.rand(len(tokens), generator=generator, dtype=dtype)
+        weights |= dict(zip(tokens.tolist(), given.tolist()))
+        examples.append({"input_ids": tokens.tolist(), "weights": given.tolist() if dtype is None else given})
+    batches = [PackingCollator(cp_size, rank, per_token=["weights"])(examples) for rank in range(cp_size)]
+    assert {batch["weights"].dtype for batch in batches} == {torch.float64 if dtype == torch.float64 else torch.float32}
+    total = sum(batch["weights"].double().sum().item() for batch in batches)
+    assert total == pytest.approx(sum(weights.values()), rel=1e-6)
+    for batch in batches:
+        for token, weight in zip(batch["input_ids"][0].tolist(), batch["weights"][0].tolist()):
+            assert weight == 0 or weight == pytest.approx(weights[token], rel=1e-6)
+
+
+def test_a_column_that_the_first_example_lacks_is_missed():
+    with pytest.raises(ContractError, match="Some examples of a batch have 'weights' and others do not"):
+        PackingCollator(per_token=["weights"])([{"input_ids": [1]}, {"input_ids": [2], "weights": [0.5]}])
+
+
+def test_masks_of_other_dtypes():
+    for kept in (torch.tensor([1.0, 0.0]), torch.tensor([True, False]), np.array([1, 0], dtype=np.int8)):
+        batch = PackingCollator()([{"input_ids": torch.tensor([5, 6], dtype=torch.int16), "attention_mask": kept}])
+        assert batch["input_ids"].tolist() == [[5]] and batch["input_ids"].dtype == torch.int64
+
+
 @pytest.mark.parametrize(
     "examples, word",
     (
@@ -111,6 +141,9 @@ def test_tensors_are_taken_too():
         ([{"text": "a"}], "needs 'input_ids'"),
         ([{"input_ids": []}], "at least one token"),
         ([{"input_ids": [[1, 2]]}], "one dimension"),
+        ([{"input_ids": [1, 2.5]}], "holds 2.5; give integers"),
+        ([{"input_ids": "abc"}], "tokenize it first"),
+        ([[1, 2, 3]], "An example is a list; give a dict"),
         ([{"input_ids": [1, 2], "labels": [1]}], "2 input_ids and 1 labels"),
         ([{"input_ids": [1, 2], "seq_lengths": [1]}], "must add up"),
         ([{"input_ids": [1, 2], "seq_lengths": [2, 0]}], "must add up"),

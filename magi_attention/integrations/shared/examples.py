@@ -71,6 +71,8 @@ def digest_of(examples: Sequence[Example]) -> int:
 
 def read_example(example: Mapping[str, Any], per_token: Sequence[str] = ()) -> Example:
     """``example`` without the tokens that its ``attention_mask`` leaves out; see ``PackingCollator``."""
+    if not isinstance(example, Mapping):
+        raise ContractError(f"An example is a {type(example).__name__}; give a dict, {{'input_ids': tokens}}.")
     _check_columns(example, per_token)
     tokens = _ints(example, "input_ids")
     width = len(tokens)
@@ -79,7 +81,8 @@ def read_example(example: Mapping[str, Any], per_token: Sequence[str] = ()) -> E
     positions = np.arange(len(kept)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
     if example.get("position_ids") is not None:
         positions = _column(example, "position_ids", width)[kept]
-    extra = {name: _column(example, name, width)[kept] for name in per_token if example.get(name) is not None}
+    given = [name for name in per_token if example.get(name) is not None]
+    extra = {name: _of_tokens(_numbers(example, name), name, width)[kept] for name in given}
     return Example(tokens[kept], _labels(example, tokens)[kept], positions, lengths, kept, width, extra)
 
 
@@ -105,7 +108,7 @@ def _check_columns(example: Mapping[str, Any], per_token: Sequence[str]) -> None
         if name in _KNOWN or name in per_token or value is None:
             continue
         try:
-            is_number = np.issubdtype(np.asarray(value).dtype, np.number) or isinstance(value, torch.Tensor)
+            is_number = isinstance(value, torch.Tensor) or np.issubdtype(np.asarray(value).dtype, np.number)
         except ValueError:  # lists of unequal lengths
             is_number = False
         if is_number:
@@ -116,17 +119,38 @@ def _check_columns(example: Mapping[str, Any], per_token: Sequence[str]) -> None
             )
 
 
-def _ints(example: Mapping[str, Any], name: str) -> np.ndarray:
+def _numbers(example: Mapping[str, Any], name: str) -> np.ndarray:
+    """Integers as int64; floating-point numbers in their own dtype, float32 for those of a list and for bfloat16."""
     if name not in example:
         raise ContractError(f"An example has {', '.join(map(repr, example))}; it needs {name!r}, tokenize it first.")
-    made = np.asarray(example[name], dtype=np.int64)
+    value = example[name]
+    if isinstance(value, torch.Tensor):
+        value = value.detach().cpu()
+        made = (value.float() if value.dtype == torch.bfloat16 else value).numpy()
+    else:
+        made = np.asarray(value)
+        if not isinstance(value, np.ndarray) and made.dtype == np.float64:
+            made = made.astype(np.float32)
+    if made.dtype.kind not in "iubf":
+        raise ContractError(f"{name} of an example is {made.dtype}, not numbers; tokenize it first.")
     if made.ndim != 1 or not len(made):
         raise ContractError(f"{name} of an example has shape {made.shape}; give one dimension and at least one token.")
-    return made
+    return made if made.dtype.kind == "f" else made.astype(np.int64)
+
+
+def _ints(example: Mapping[str, Any], name: str) -> np.ndarray:
+    made = _numbers(example, name)
+    whole = made.astype(np.int64)
+    if (whole != made).any():
+        raise ContractError(f"{name} of an example holds {made[whole != made][0]}; give integers.")
+    return whole
 
 
 def _column(example: Mapping[str, Any], name: str, tokens: int) -> np.ndarray:
-    made = _ints(example, name)
+    return _of_tokens(_ints(example, name), name, tokens)
+
+
+def _of_tokens(made: np.ndarray, name: str, tokens: int) -> np.ndarray:
     if len(made) != tokens:
         raise ContractError(f"An example has {tokens} input_ids and {len(made)} {name}; give as many of both.")
     return made
