@@ -23,6 +23,7 @@ import torch
 
 from magi_attention.functional.calls.autocast import cast_operands
 from magi_attention.functional.calls.kept_results import keep_result, kept_result
+from magi_attention.functional.calls.waited import waited
 from magi_attention.functional.heads.chunks import backward_by_head_chunks, forward_by_head_chunks
 from magi_attention.functional.runtime import HOST, AttnCall, AttnRuntime, Trace
 from magi_attention.functional.stages.fetches import Fetches
@@ -55,7 +56,7 @@ def dist_attn(
     """
     with runtime.transport.guard("attention forward, input check"):
         precision = runtime.policy.precision
-        q, k, v = cast_operands(q, k, v)  # type: ignore[assignment]
+        q, k, v = cast_operands(waited(q), waited(k), waited(v))  # type: ignore[assignment]
         out_dtype = q.dtype if isinstance(q, torch.Tensor) else None
         if precision is not None:
             q, k, v = (x.to(precision) if isinstance(x, torch.Tensor) else x for x in (q, k, v))
@@ -100,6 +101,7 @@ _apply: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]] = 
 
 def _backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     q, k, v, sink, out, lse, *tail = ctx.saved_tensors
+    dout, dlse = waited(dout), waited(dlse)
     if dout is None:  # nobody uses out here, but the other ranks still want gradients of these keys
         dout = torch.zeros_like(out)
     return *run_backward(ctx.call, dout, q, k, v, sink, out, lse, tuple(tail), dlse), None
