@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from magi_attention.errors import UnsupportedError
 from magi_attention.functional.calls.autocast import cast_operands
 from magi_attention.functional.calls.kept_results import keep_result, kept_result
 from magi_attention.functional.calls.waited import waited
@@ -39,6 +40,10 @@ from magi_attention.kernels.rows.kernels import rounded
 from magi_attention.kernels.types import BackwardOperands, FinalBackend, Operands
 
 _ONLOOKERS = Onlookers()
+_NO_TRANSFORM = (
+    "Attention by a plan or key takes part in no transform of torch.func (grad, vmap, jacrev); differentiate by "
+    "loss.backward() or torch.autograd.grad."
+)
 
 
 def dist_attn(
@@ -66,6 +71,8 @@ def dist_attn(
         got = run_forward(call, q, k, v, sink)
         out, lse, max_logits = got.out, got.lse, got.max_logits
     else:
+        if torch._C._are_functorch_transforms_active():
+            raise UnsupportedError(_NO_TRANSFORM)
         out, lse, max_logits = _apply(q, k, v, sink, call)
     if out.dtype != out_dtype:  # asked here, because every layer passes by and to() unpacks longer to find out
         out = out.to(out_dtype)

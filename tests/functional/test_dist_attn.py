@@ -259,3 +259,16 @@ def test_a_wish_that_is_not_met_is_told_once_for_all_masks(caplog, query_moves) 
             assert FakeWorld(2).run(decision, plan, "fused", "cpu") == [True] * 2
     told = [record.message for record in caplog.records if "stage by stage" in record.message]
     assert 1 <= len(told) <= 2, told  # the threads of the two ranks may say it at one time
+
+
+def test_transforms_of_functions_get_a_sentence() -> None:
+    plan = build_plan(SliceTable(np.array([[0, 8, 0, 8, 1]])), 8, 1)
+    runtime = AttnRuntime(plan, SingleTransport(), default_registry(), AttnPolicy())
+    q = torch.randn(8, 2, 8)
+
+    def loss(q: torch.Tensor) -> torch.Tensor:
+        return dist_attn(q, q, q, runtime)[0].sum()
+
+    for transform in (torch.func.grad(loss), torch.func.jacrev(loss), lambda q: torch.vmap(loss)(q[None])):
+        with pytest.raises(UnsupportedError, match="no transform of torch.func"):
+            transform(q)
