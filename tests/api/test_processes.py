@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from magi_attention import api
-from magi_attention.errors import ContractError, PeerFailureError, PlanMismatchError
+from magi_attention.errors import ContractError, PeerFailureError, PlanMismatchError, UnknownKeyError
 from magi_attention.testing.libraries import planner_or_skip
 from magi_attention.testing.spawn import run_processes
 from magi_attention.testing.waiting import DEADLINE_S
@@ -77,6 +77,12 @@ def pipeline(rank: int, world: int):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("inter", "intra"))
     compare(run_key(make_key(mesh)), wanted)
     assert nodes_of(make_key(mesh)) == (0, 0, 1, 1)
+    whole, intra = make_key(mesh), make_key(mesh["intra"])
+    assert api.get_most_recent_key(mesh) == whole and api.get_most_recent_key(mesh["intra"]) == intra
+    api.clear_cache(mesh["intra"])
+    with pytest.raises(UnknownKeyError):
+        api.get_position_ids(intra)
+    assert len(api.get_position_ids(whole))
     os.environ["MAGI_ATTENTION_HIERARCHICAL_COMM"] = "1"
     compare(run_key(make_key(mesh)), wanted)
     with pytest.raises(AssertionError, match="2-D"):

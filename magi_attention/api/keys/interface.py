@@ -332,7 +332,7 @@ def get_labels(
 
 
 def get_most_recent_key(cp_group: Any) -> DistAttnRuntimeKey:
-    """The key last made or used for a group; ``ValueError`` for None or if there is none."""
+    """The key last made or used for a group, or for a device mesh; ``ValueError`` for None or if there is none."""
     if cp_group is None:
         raise UnknownKeyError("cp_group is None; pass the process group that the key was made for.")
     key = dist_attn_runtime_dict_mgr.get_most_recent_key(cp_group)
@@ -342,7 +342,7 @@ def get_most_recent_key(cp_group: Any) -> DistAttnRuntimeKey:
 
 
 def clear_cache(cp_group: Any = None) -> None:
-    """Forgets the keys of one group or of all; they raise ``ValueError`` from then on."""
+    """Forgets the keys of one group (or device mesh) or of all; they raise ``ValueError`` from then on."""
     dist_attn_runtime_dict_mgr.clear(cp_group)
     if cp_group is None:
         forget_plans()

@@ -117,9 +117,11 @@ class DistAttnRuntimeKey(GroupBound):
     is_auto_range_merge_enable = property(attrgetter("flags.auto_range_merge"))
 
 
-def group_ranks(cp_group: Any) -> tuple[int, ...]:
-    """Global ranks of a group, ascending."""
-    return tuple(sorted(as_transport(cp_group).ranks))
+def group_ranks(cp_group_or_mesh: Any) -> tuple[int, ...]:
+    """Global ranks of a group, or of a mesh, ascending."""
+    if isinstance(cp_group_or_mesh, DeviceMesh):
+        return tuple(sorted(cp_group_or_mesh.mesh.flatten().tolist()))
+    return tuple(sorted(as_transport(cp_group_or_mesh).ranks))
 
 
 def init_dist_attn_runtime_key(
