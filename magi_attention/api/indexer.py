@@ -170,6 +170,3 @@ def _of_ranks(
     return indexer_rows.indexer_kl(
         q_index, k_index, weights, q, k, lse, indices, visible, softmax_scale, softcap, plan._layout(group)
     )
-
-
-__all__ = ["indexer_kl", "indexer_topk", "indexer_topk_blocks"]

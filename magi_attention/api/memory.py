@@ -44,6 +44,3 @@ def longest_context(
         return make_plan(mask_of(tokens), gpus, check=False).memory(shape, setup).peak_bytes <= limit
 
     return longest(fits, _STEP, _MOST)
-
-
-__all__ = ["RESERVED", "longest_context"]

@@ -144,6 +144,3 @@ def causal_conv1d(
     """
     check_plan(plan)
     return conv.causal_conv1d(x, weight, bias, plan._layout(group), cu_seqlens)
-
-
-__all__ = ["causal_conv1d", "conv_history", "decay_of_fragments", "pass_states", "run_recurrent"]

@@ -78,6 +78,3 @@ def replicated_ranges_op(cu_q, cu_k, handle, group, q_rows, k_rows):
 @replicated_ranges_op.register_fake
 def _(cu_q, cu_k, handle, group, q_rows, k_rows):
     return torch.empty((torch.library.get_ctx().new_dynamic_size(), 4), dtype=torch.int32)
-
-
-__all__ = ["attend_replicated_kv"]

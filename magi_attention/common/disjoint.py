@@ -189,6 +189,3 @@ class _Tree:
 
 def _shown(row: list[int]) -> str:
     return f"q [{row[0]}, {row[1]}) x k [{row[2]}, {row[3]}) type {row[4]}"
-
-
-__all__ = ["check_disjoint", "disjoint_table", "first_overlap", "overlap_of"]

@@ -194,6 +194,3 @@ def is_on_host(array: object) -> bool:
 def on_gpu(table: object) -> list[object]:
     """``arrays`` of a kind whose tensors share the memory of counted arrays on the host, and are copies on a GPU."""
     return [x for x in _arrays(table) if not is_on_host(x)]
-
-
-__all__ = ["Bytes", "Kind", "PlanCache", "is_on_host", "on_gpu"]

@@ -199,16 +199,3 @@ def keep_rates(path: Path, rates: MachineRates) -> None:
     with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, delete=False) as file:
         file.write(text)
     os.replace(file.name, path)  # so that a reader never sees half of it
-
-
-__all__ = [
-    "BACKWARD_FLOPS",
-    "FORWARD_FLOPS",
-    "ROW_VALUES",
-    "KernelRate",
-    "MachineRates",
-    "find_rates",
-    "keep_rates",
-    "rates_file",
-    "read_rates",
-]

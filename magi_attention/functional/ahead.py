@@ -148,17 +148,3 @@ def kernel_tiles(
     is_fused = mode != "staged" and transport.size > 1 and why_no_symm_buffers(transport, mode == "fused") is None
     index = torch.cuda.current_device() if device.index is None else device.index
     return backend.tiles(index, dtype, heads, head_dims, options)._replace(is_fused=is_fused)
-
-
-__all__ = [
-    "AHEAD",
-    "NOT_AHEAD",
-    "Ahead",
-    "Packed",
-    "kernel_tiles",
-    "make_layouts",
-    "make_tables",
-    "packed",
-    "prepare",
-    "unpack",
-]

@@ -196,6 +196,3 @@ def plan_memory(plan: Plan, shape: ModelShape, setup: TrainingSetup) -> MemoryUs
         for rank, rows in enumerate(plan.shard_sizes)
     ]  # fmt: skip
     return max(uses, key=lambda use: (use.peak_bytes, -use.rank))
-
-
-__all__ = ["HeadShape", "attention_memory", "plan_memory"]

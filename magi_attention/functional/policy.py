@@ -60,6 +60,3 @@ class AttnPolicy:
         for name, choices in modes:
             if getattr(self, name) not in choices:
                 raise ContractError(f"{name} is {getattr(self, name)!r}; give one of {', '.join(choices)}.")
-
-
-__all__ = ["AttnPolicy"]

@@ -140,6 +140,3 @@ class Fragments:
     def _is_within(self, tokens: Ints) -> Bools:
         within: Bools = ~np.isin(tokens, self._starts) & (tokens < self._starts[-1])
         return within
-
-
-__all__ = ["Fragments"]

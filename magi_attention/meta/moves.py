@@ -106,6 +106,3 @@ def step_seconds(
     pair, value = sum(rates.pair_seconds(*heads)), rates.bytes_seconds(heads[2] * rates.element_bytes) / world
     moves = load[0] * pair + cost[0] * value + STAGED_EXTRA_S
     return max(moves, STAGED_HOST_S), max(load[1] * pair, cost[1] * value)
-
-
-__all__ = ["LEAST_TIME", "MOST_LOAD", "Dispatched", "query_moves_of", "step_seconds", "with_moves"]

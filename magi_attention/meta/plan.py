@@ -397,6 +397,3 @@ def _update(digest: hashlib.blake2b, arrays: Sequence[NDArray[np.int64]]) -> Non
     digest.update(np.array([len(array) for array in arrays], dtype=np.int64).tobytes())
     if arrays:
         digest.update(np.concatenate(arrays).tobytes())
-
-
-__all__ = ["QUERY_MOVES", "Plan"]

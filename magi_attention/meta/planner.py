@@ -368,13 +368,3 @@ def _stages(overlap: OverlapConfig, remote: Packing, degree: int) -> tuple[NDArr
         packed = np.stack([index * chunk, np.minimum((index + 1) * chunk, remote.length)], axis=1)
         out.append(remote.globalize(packed) if len(packed) else packed)
     return tuple(out)
-
-
-__all__ = [
-    "DEFAULT_MIN_CHUNKS_PER_RANK",
-    "PlanOptions",
-    "build_plan",
-    "check_heads",
-    "plan_for_partitions",
-    "stage_costs",
-]

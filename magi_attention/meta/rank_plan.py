@@ -146,6 +146,3 @@ def destinations(held: NDArray[np.int64], ranges_of: Sequence[NDArray[np.int64]]
     to = rank[np.argsort(at, kind="stable")].tolist()  # by range, and in a range by rank
     ends = np.cumsum(np.bincount(at, minlength=len(held))).tolist()
     return tuple(tuple(to[a:b]) for a, b in zip([0, *ends], ends))
-
-
-__all__ = ["RankPlan", "StagePlan", "cut_by_windows", "destinations", "local_slices", "remote_areas"]

@@ -151,8 +151,3 @@ def install_table() -> str:
         first = f"`{pip.needs(*of_others)}`, then " if of_others else ""
         lines.append(f"| {gpus} | {first}`{pip.table_line(install)}` |")
     return "\n".join(lines)
-
-
-__all__ = ["BY_LIBRARY", "BY_NAME", "FAMILIES", "GPU_ROWS", "SM90", "Capability", "Family", "GpuRow"]
-__all__ += ["capability_of", "describe_capabilities", "family_of", "gpu_table", "install_table"]
-__all__ += ["row_of", "was_run"]

@@ -105,6 +105,3 @@ def read_info(path: Path) -> BuildInfo | None:
                 except ValueError:
                     continue  # the mark alone, somewhere in a text
     return None
-
-
-__all__ = ["BuildInfo", "Release", "parse", "read_info", "source_text"]

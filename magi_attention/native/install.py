@@ -62,6 +62,3 @@ def warn_of_placeholder() -> None:
 
 def _source() -> str:
     return f"--index-url {RELEASE_INDEX}" if RELEASE_INDEX else "--no-index --find-links dist"
-
-
-__all__ = ["MAIN", "NEEDS", "PLACEHOLDER", "RELEASE_INDEX", "needs", "ours", "table_line", "warn_of_placeholder"]

@@ -151,6 +151,3 @@ def _load_variant(variant, arch: str) -> ctypes.CDLL:
     except UnsupportedError as error:
         again = f"It was compiled at first use; delete {folder} to have that done again."
         raise UnsupportedError(f"{error} {again}") from None
-
-
-__all__ = ["cache_folder", "compile_variant", "load_variant", "variant_for", "why_not"]

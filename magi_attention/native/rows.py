@@ -346,6 +346,3 @@ def bind(library: ctypes.CDLL) -> None:
         raise UnsupportedError(
             f"{library._name} has no row kernels; run `python -m magi_attention.native.build --only ffa` to replace it."
         ) from None
-
-
-__all__ = ["ALL_ROWS", "MAX_RANGES", "RowKernels", "RowList", "Terms", "bind", "row_kernels", "row_stride"]

@@ -79,6 +79,3 @@ def why_unfit(library: Path, record: BuildInfo | None, driver: tuple[int, ...] =
         instead = f", or run `{install.ours(older)}`" if older != record.distribution else ""
         return f"{library} needs an NVIDIA driver of {need} or newer, and this is {have}; update the driver{instead}."
     return None
-
-
-__all__ = ["NAMESPACE", "choose", "driver_version", "libraries", "why_unfit"]

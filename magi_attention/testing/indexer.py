@@ -83,6 +83,3 @@ def _assert_best(
     assert (worst >= best).all(), (
         f"better keys were left out for queries {(worst < best).any(1).nonzero().flatten().tolist()}"
     )
-
-
-__all__ = ["assert_best", "assert_best_blocks", "random_bounds"]

@@ -112,6 +112,3 @@ def assert_near(name: str, got: torch.Tensor, want: torch.Tensor, share: float, 
     off = float((got.double() - want).abs().max())
     allowed = least + share * float(want.abs().max())
     assert off <= allowed, f"{name} is off by {off}, allowed {allowed}"
-
-
-__all__ = ["KlProblem", "assert_near", "random_kl"]

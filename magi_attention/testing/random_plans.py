@@ -27,6 +27,3 @@ def random_plan(rng: np.random.Generator, most_tokens: int = 60, most_ranks: int
     plan = plan_for_partitions(mask.slices, total, chunks * chunk - total, chunk, parts, options)
     assert isinstance(plan, Plan)
     return plan
-
-
-__all__ = ["random_documents", "random_plan"]

@@ -30,6 +30,3 @@ def breaks_graph(reason: str) -> Callable[[_Function], _Function]:
         return call  # type: ignore[return-value]
 
     return decorate
-
-
-__all__ = ["breaks_graph"]

@@ -231,17 +231,3 @@ _recent = _RecentPlans()
 def forget_plans() -> None:
     """Drops the plans that nobody else holds."""
     _recent.clear()
-
-
-__all__ = [
-    "NO_FACTS",
-    "CompiledFacts",
-    "PlanFacts",
-    "facts_in_group",
-    "facts_of_manager",
-    "facts_of_plan",
-    "forget_plans",
-    "held_by",
-    "layout_of",
-    "runtime_of",
-]

@@ -150,6 +150,3 @@ def compiled_attn(
         torch.is_grad_enabled() and has_grad,
     )  # fmt: skip
     return got[0], AttnForwardMeta(lse=got[1], max_logits=got[2] if return_max_logits else None)
-
-
-__all__ = ["compiled_attn", "dist_attn_bwd", "dist_attn_fwd"]

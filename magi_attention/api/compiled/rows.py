@@ -207,6 +207,3 @@ def compiled_positions(
 
 def _as_tensor(cu_seqlens: Any) -> torch.Tensor | None:
     return None if cu_seqlens is None else torch.as_tensor(cu_seqlens)
-
-
-__all__ = ["compiled_gather", "compiled_labels", "compiled_positions", "compiled_roll", "compiled_shard"]

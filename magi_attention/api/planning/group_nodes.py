@@ -55,6 +55,3 @@ def with_nodes(config: DistAttnConfig, group: Any, mesh: DeviceMesh | None, flag
 def _nodes_of_mesh(transport: Transport, mesh: DeviceMesh) -> Nodes:
     node_of = {rank: node for node, ranks in enumerate(mesh.mesh.tolist()) for rank in ranks}
     return Nodes.of([node_of[rank] for rank in transport.ranks])
-
-
-__all__ = ["is_hierarchical", "node_levels", "with_nodes"]

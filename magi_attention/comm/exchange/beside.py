@@ -129,6 +129,3 @@ class _Reduce(Launches):
     def finish(self, stream: int) -> None:
         """Behind the last read of GRADS."""
         self.launch(self.group.verbs.end, self._end, stream)
-
-
-__all__ = ["ExchangeBeside"]

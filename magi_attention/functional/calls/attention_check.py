@@ -162,6 +162,3 @@ def _listed(names: Iterable[str]) -> str:
     names = [name or "the model" for name in names]
     rest = len(names) - _MAX_LISTED
     return ", ".join(names[:_MAX_LISTED]) + (f" and {rest} more" if rest > 0 else "")
-
-
-__all__ = ["AttentionCheck", "PlanMark", "note_call"]

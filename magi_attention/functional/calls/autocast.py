@@ -33,6 +33,3 @@ def cast_operands(
 def _cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     is_cast = isinstance(x, torch.Tensor) and x.is_floating_point() and x.dtype != torch.float64
     return x.to(dtype) if is_cast else x
-
-
-__all__ = ["autocast_dtype", "cast_operands"]

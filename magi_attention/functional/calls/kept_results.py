@@ -123,6 +123,3 @@ def keep_result(got: Forward) -> None:
     """For the recomputation, where a checkpoint wants that."""
     if _active.now is not None:
         _active.now.results.put(got)
-
-
-__all__ = ["keep_attention", "keep_result", "kept_result"]

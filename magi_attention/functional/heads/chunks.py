@@ -102,6 +102,3 @@ def _chained(
     for one, following in zip(found, found[1:]):
         one.following = following
     return found
-
-
-__all__ = ["backward_by_head_chunks", "forward_by_head_chunks"]

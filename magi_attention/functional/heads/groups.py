@@ -41,6 +41,3 @@ def head_chunks_of(chunks: int, *tensors: torch.Tensor | None) -> Iterator[tuple
         yield tuple(
             None if x is None else x[:, i * x.shape[1] // chunks : (i + 1) * x.shape[1] // chunks] for x in tensors
         )
-
-
-__all__ = ["check_head_chunks", "head_chunks_of", "heads_by_token", "rows_by_group"]

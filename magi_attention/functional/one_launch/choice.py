@@ -45,6 +45,3 @@ def over_nodes(
         return None, "Rows go between nodes by all-to-all-v."
     _log.info("Attention runs in one launch over %d nodes, by %s.", len(nodes.members), group.verbs.name)
     return NodeFusedAttention(plan, group, high_precision_reduce), ""
-
-
-__all__ = ["over_nodes", "over_nvlink"]

@@ -110,6 +110,3 @@ class _Launches:
     def is_current(self) -> bool:
         """Is the memory still that for which this was prepared?"""
         return self.exchange.is_current()
-
-
-__all__ = ["NodeFusedAttention"]

@@ -90,6 +90,3 @@ def _spread(fragments: Fragments, rank: int, width: int) -> Ints:
     segment = np.repeat(np.arange(len(bounds) - 1), np.diff(bounds))
     at: Ints = np.arange(bounds[-1]) + (width - 1) * (segment + 1)
     return at
-
-
-__all__ = ["causal_conv1d", "history"]

@@ -229,6 +229,3 @@ def _last_rows(held: Held, device: torch.device, which: Bools, name: str) -> tup
         return tuple(table_tensor(array, device) for array in arrays)
 
     return held.layout.cache.get(_LAST_ROWS, (*held.key, device, name), make)
-
-
-__all__ = ["Kernel", "Layer", "choose_way", "decay_of_fragments", "run_recurrent", "segments"]

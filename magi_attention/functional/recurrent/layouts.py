@@ -89,6 +89,3 @@ class LayerLayout:
         if copies > 1:
             x = x.unsqueeze(dim + 1).expand(*x.shape[: dim + 1], copies, *x.shape[dim + 1 :]).flatten(dim, dim + 1)
         return x.reshape(*x.shape[:dim], self.parts, x.shape[dim] // self.parts, *x.shape[dim + 1 :])
-
-
-__all__ = ["LayerLayout", "from_contiguous", "to_contiguous"]

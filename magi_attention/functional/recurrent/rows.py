@@ -135,5 +135,3 @@ class _GiveBack(torch.autograd.Function):
 # With the types that torch does not give to ``apply``.
 _apply_fetch: Callable[..., torch.Tensor] = _Fetch.apply
 _apply_give_back: Callable[..., torch.Tensor] = _GiveBack.apply
-
-__all__ = ["RowExchange", "RowRoute"]

@@ -208,5 +208,3 @@ class _PassStates(torch.autograd.Function):
 
 # With the types that torch does not give to ``apply``.
 _apply: Callable[..., torch.Tensor] = _PassStates.apply
-
-__all__ = ["WAYS", "Held", "apply_transition", "pass_states"]

@@ -182,6 +182,3 @@ def _ranges(
         return torch.zeros((0, 2), dtype=torch.int32), torch.zeros((0, 2), dtype=torch.int32)
     q_ranges, k_ranges, _ = Mask.block_sparse(blocks, *sizes).slices.tensors()
     return q_ranges, k_ranges
-
-
-__all__ = ["block_sparse_attn_func"]

@@ -107,6 +107,3 @@ def attend_lists(
         bool(return_max_logits), needs_backward,
     )  # fmt: skip
     return out, AttnForwardMeta(lse, max_logits if return_max_logits else None)
-
-
-__all__ = ["attend_lists", "index_attn_func"]

@@ -176,7 +176,3 @@ def _is_integers(x: object) -> bool:
 
 def _form(x: object) -> str:
     return f"{x.dtype} {tuple(x.shape)}" if isinstance(x, torch.Tensor) else f"a {type(x).__name__}"
-
-
-__all__ = ["check_lists", "indexer_kl", "indexer_topk"]
-__all__ += ["indexer_topk_blocks", "make_visible", "refuse_masks"]

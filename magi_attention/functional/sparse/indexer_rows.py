@@ -56,6 +56,3 @@ def _check(
             )
     elif indices is not None:
         indexer.check_lists(indices, layout.num_local)
-
-
-__all__ = ["indexer_kl"]

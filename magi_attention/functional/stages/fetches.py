@@ -70,6 +70,3 @@ class Fetches:
             stage = self._waiting.pop(0)
             call, start = self._call, time.perf_counter()
             self._under_way[stage] = call.runtime.comms[stage].fetch(*self._rows, call.prepared.exchange), start
-
-
-__all__ = ["Fetches"]

@@ -20,6 +20,3 @@ def are_on_one_host(ranks: Sequence[int], ranks_of_host: int | None) -> bool:
     """Whether one host has all global ``ranks``, which the launcher numbers host by host. False if the launcher does
     not say how many ranks a host has."""
     return ranks_of_host is not None and len({rank // ranks_of_host for rank in ranks}) == 1
-
-
-__all__ = ["are_on_one_host", "is_joined_faster"]

@@ -166,6 +166,3 @@ def _backward_joined(
 def _behind(local: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
     """Local rows and the received ones behind them; no copy where there are none."""
     return torch.cat([local, received]) if len(received) else local
-
-
-__all__ = ["Forward", "backward_with_moves", "forward_with_moves"]

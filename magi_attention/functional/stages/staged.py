@@ -197,6 +197,3 @@ class StagedBackward:
         wire = dk_stage.dtype if self.runtime.policy.high_precision_reduce else self.k.dtype
         exchange = self.call.prepared.exchange
         return self.runtime.comms[s].give_back(dk_stage, dv_stage, dk, dv, wire, exchange)
-
-
-__all__ = ["PendingGrads", "StagedBackward", "forward_joined", "forward_staged"]

@@ -189,6 +189,3 @@ def _document_lengths(example: Mapping[str, Any], width: int, kept: np.ndarray) 
         begins = np.zeros(1, dtype=np.int64)
     counts = np.diff(np.searchsorted(kept, [0, *begins[begins > 0], width]))
     return counts[counts > 0]
-
-
-__all__ = ["IGNORE_INDEX", "Example", "ExampleShape", "digest_of", "read_example", "rows_of_batch"]

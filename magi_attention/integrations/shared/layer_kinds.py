@@ -49,6 +49,3 @@ def parts_without_text(model: Any) -> list[str]:
         if name and getattr(module, "config", None) is not None and hasattr(module, "main_input_name")
         and module.config is not text and module.config is not whole
     ]  # fmt: skip
-
-
-__all__ = ["chunks_of", "limits_of", "parts_without_text", "text_config", "windows_of"]

@@ -46,6 +46,3 @@ def mix_rows(
         raise ContractError(f"Packed documents come in {x.shape[1]} rows; pack them into one.")
     plan, group = plan_of_batch(packed, x.shape[0], cp_group)
     return torch.stack([mix(x[:, b], plan, group) for b in range(x.shape[1])], dim=1)
-
-
-__all__ = ["mix_rows", "plan_of_batch"]

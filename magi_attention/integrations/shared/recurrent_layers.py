@@ -96,18 +96,3 @@ def _is_asked_itself(layer: nn.Module) -> bool:
 def has_known(model: nn.Module) -> bool:
     """Does any layer mix tokens by functions that know plans?"""
     return any(map(knows_plans, model.modules()))
-
-
-__all__ = [
-    "CONVOLUTION",
-    "FUSED",
-    "MOST_FRAGMENTS",
-    "MIXING_TYPES",
-    "SCANS",
-    "can_know_plans",
-    "has_known",
-    "is_marked",
-    "knows_plans",
-    "mark",
-    "mixing_layers",
-]

@@ -87,6 +87,3 @@ def _read(given: dict[str, Any]) -> Documents:
 
 def _few(cu: np.ndarray) -> str:
     return f"{cu.tolist()}" if len(cu) <= 9 else f"[{', '.join(map(str, cu[:8].tolist()))}, ... {cu[-1]}]"
-
-
-__all__ = ["DocumentCache", "Documents"]

@@ -85,6 +85,3 @@ def _check_model(trainer: Any, model: Any, cp_size: int) -> None:
             raise UnsupportedError(f"{finding.text} {finding.remedy}")
     if not trainer.model_accepts_loss_kwargs:
         raise UnsupportedError(f"{type(model).__name__} takes no num_items_in_batch, by which ranks share a loss.")
-
-
-__all__ = ["check_class", "check_started", "check_trainer"]

@@ -146,6 +146,3 @@ def plans_of(inputs: dict[str, Any]) -> LayerPlans:
             "data_collator of ContextParallelTrainer in their places."
         )
     return inputs["magi_plans"]
-
-
-__all__ = ["BatchesInOrder", "EvaluationMixin", "plans_of"]

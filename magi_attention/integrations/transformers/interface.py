@@ -183,6 +183,3 @@ def _by_torch(
     if isinstance(mask, LazyMask):
         mask = None if query.is_meta else mask.tensor(eager_mask if needs_eager else sdpa_mask)
     return attend_here(module, query, key, value, mask, scaling=scaling, dropout=dropout, **others)
-
-
-__all__ = ["NAME", "LazyMask", "attention", "full_sequences", "register"]

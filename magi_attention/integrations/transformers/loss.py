@@ -30,6 +30,3 @@ class LossOfOwnShift:
         outputs = copy.copy(outputs)
         outputs["logits"] = F.pad(outputs["logits"], (0, 0, 0, 1))
         return self.function(outputs, F.pad(labels, (1, 0), value=IGNORE_INDEX), **kwargs)
-
-
-__all__ = ["LossOfOwnShift"]

@@ -143,5 +143,3 @@ _BY_PLANS: dict[str, Function] = {
     FUSED: _nothing,
     **dict(zip(SCANS, (_delta_rule, _delta_rule, _mamba2))),
 }
-
-__all__ = ["use_recurrent_layers"]

@@ -51,6 +51,3 @@ class SameTokens:
                     "share sequences. All ranks of a group need the same examples: seed the data set, its shuffling "
                     "and what is random in a collator alike on all of them."
                 )
-
-
-__all__ = ["SameTokens"]

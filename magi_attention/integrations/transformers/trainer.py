@@ -213,6 +213,3 @@ def _few_fragments(model: torch.nn.Module) -> DistAttnConfig | None:
 
 def _given(init: Any, name: str, args: tuple, kwargs: dict) -> Any:
     return inspect.signature(init).bind_partial(*args, **kwargs).arguments.get(name) if args or kwargs else None
-
-
-__all__ = ["ContextParallelMixin", "ContextParallelTrainer"]

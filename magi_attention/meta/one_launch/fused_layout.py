@@ -314,6 +314,3 @@ def _rotated(cut: NDArray[np.int64], own: NDArray[np.int64]) -> NDArray[np.int64
 def padded(rows: _Rows) -> _Rows:
     """Rounded up to whole tiles; an int or an array."""
     return -(-rows // TILE) * TILE
-
-
-__all__ = ["FusedLayout", "RankFusedLayout", "RankLayout"]

@@ -98,6 +98,3 @@ class NodeLayout:
                 src_rows[sender, rows] = np.arange(first, first + rows.size)
                 first += rows.size
         return src_rows
-
-
-__all__ = ["NodeLayout", "RankNodeLayout"]

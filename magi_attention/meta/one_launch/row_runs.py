@@ -50,6 +50,3 @@ class RowRuns(NamedTuple):
     def _part(self, begin: NDArray[np.int64], end: NDArray[np.int64]) -> RowRuns:
         source = np.where(self.source < 0, -1, self.source + begin - self.at)
         return RowRuns(self.owner, source, begin, end - begin)
-
-
-__all__ = ["RowRuns"]

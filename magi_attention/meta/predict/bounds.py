@@ -70,6 +70,3 @@ def blocks_of(slices: NDArray[np.int64]) -> NDArray[np.int64]:
     """(blocks, 2) of tokens: no slice reaches from one block into another. Blocks that touch stay two."""
     first, end = np.minimum(slices[:, Q0], slices[:, K0]), np.maximum(slices[:, Q1], slices[:, K1])
     return (merge_intervals(np.stack([2 * first, 2 * end - 1], axis=1)) + 1) // 2
-
-
-__all__ = ["MOST_TOKENS", "blocks_of", "least_rows"]

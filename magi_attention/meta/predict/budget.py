@@ -49,6 +49,3 @@ def _direction(plan: Plan, rates: MachineRates, element_bytes: int, is_backward:
         "seconds": seconds, "compute_s": compute, "exposed_s": seconds - compute,
         "received_bytes": int(received.max()),
     }  # fmt: skip
-
-
-__all__ = ["LayerTime", "layer_times"]

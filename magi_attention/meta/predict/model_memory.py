@@ -261,6 +261,3 @@ def longest(fits: Callable[[int], bool], step: int, most: int) -> int:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle * step) else (low, middle)
     return low * step
-
-
-__all__ = ["ACTIVATIONS", "AttentionMemory", "MemoryUse", "TrainingSetup", "longest", "step_memory"]

@@ -144,6 +144,3 @@ class ModelShape:
         dense = 0 if self.experts is None else self.experts.dense_layers
         of_blocks = dense * self.dense_block_parameters + (self.num_layers - dense) * self.block_parameters()
         return of_blocks + self.root_parameters
-
-
-__all__ = ["Experts", "ModelShape"]

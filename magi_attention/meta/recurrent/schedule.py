@@ -105,6 +105,3 @@ def chain(line: Line) -> tuple[ChainStep, ...]:
         wanted = tuple(Wanted(line.rank[x - 1], line.number[x - 1]) for x in of_rank)
         steps.append(ChainStep(wanted, tuple(line.number[x] for x in of_rank)))
     return tuple(steps)
-
-
-__all__ = ["ChainStep", "Gathered", "Line", "chain"]

@@ -85,17 +85,3 @@ def from_heads(plan: Plan) -> list[Wanted]:
 def whole_fragments(plan: Plan, cu_seqlens: CuSeqlens | None = None) -> Fragments:
     """What a rank holds by heads, as the only rank: all tokens without pads."""
     return Fragments((np.array([[0, plan.total_tokens]]),), plan.fragments(cu_seqlens).cu_seqlens)
-
-
-__all__ = [
-    "Ints",
-    "Wanted",
-    "contiguous_bounds",
-    "contiguous_fragments",
-    "from_contiguous",
-    "from_heads",
-    "owned",
-    "to_contiguous",
-    "to_heads",
-    "whole_fragments",
-]

@@ -272,18 +272,3 @@ def _why(way: str, found: dict[str, Traffic]) -> str:
     others = "".join(f'; "{name}": {cost(name)}' for name in found if name != way)
     latency = f"an exchange counts as {_EXCHANGE_BYTES / 2**20:.1f} MiB"
     return f'"{way}" costs least: {cost(way)}{others}; {latency}.'
-
-
-__all__ = [
-    "WAYS",
-    "Input",
-    "LayerBytes",
-    "Moved",
-    "RecurrentShape",
-    "StateCounts",
-    "Traffic",
-    "WayCounts",
-    "explain_ways",
-    "part_of",
-    "parts_of_heads",
-]

@@ -171,6 +171,3 @@ def _node_costs(links: LinkLoads, owner: Ints, nodes: Nodes) -> NDArray[np.float
     slowest = np.zeros(len(nodes.members))
     np.maximum.at(slowest, np.array(nodes.node_of), np.maximum(in_node, _NETWORK_ROW * network))
     return slowest
-
-
-__all__ = ["SHARE_OF_MOST", "Unaware", "by_nodes", "share", "unaware_of"]

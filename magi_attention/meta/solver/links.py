@@ -81,6 +81,3 @@ def _rows_by_chunk(ranges: Ints, bounds: Ints) -> Ints:
     np.subtract.at(rows, first, np.maximum(ranges[:, 0] - bounds[first, 0], 0))
     np.subtract.at(rows, last, np.maximum(bounds[last, 1] - ranges[:, 1], 0))
     return rows
-
-
-__all__ = ["LinkLoads", "count_links", "count_rows"]

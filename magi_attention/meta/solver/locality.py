@@ -311,6 +311,3 @@ def _best_swap(
                 most, found = less, (chunk, other)
                 break
     return found
-
-
-__all__ = ["TOLERATED", "Areas", "Parts", "lower_bound", "order_of_chunks", "swap_down", "two_ended"]

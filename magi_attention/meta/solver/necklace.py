@@ -61,6 +61,3 @@ def _window(work: Ints, chunks: Ints, size: int, share: float, tolerance: float)
     inside = cuts[first + size - 1] - cuts[first]
     outside = cuts[first + count - 1] - cuts[first + size]
     return int(np.lexsort((off, np.maximum(inside, outside), ~is_near))[0])
-
-
-__all__ = ["split"]

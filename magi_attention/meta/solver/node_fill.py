@@ -168,6 +168,3 @@ def _runs_and_windows(work: Ints, free: Ints, count: int, numbers: Iterable[int]
         areas = before[length : high + 1] - before[: high - length + 1]
         start = int(np.argmin(np.abs(areas - (due - (before[-1] - before[high])))))
         yield np.concatenate([free[high:], free[start : start + length]])
-
-
-__all__ = ["fill_nodes", "split_evenly"]

@@ -164,6 +164,3 @@ class Placement:
     def _set(self, rank: Ints) -> None:
         changed = np.flatnonzero(rank != self.rank)
         self.move(changed, rank[changed])
-
-
-__all__ = ["Cells", "Pairs", "Placement", "Side", "union_rows"]

@@ -133,6 +133,3 @@ def _cover(pairs: Pairs, world: int) -> Ints:
     moves_query, moves_key = vertex_cover(queries.cost[query // world], keys.cost[key // world], query_of, key_of)
     rank[is_remote] = np.where(moves_query[query_of] & ~moves_key[key_of], keys.at[is_remote], rank[is_remote])
     return rank
-
-
-__all__ = ["KEY_COST", "QUERY_COST", "Moves", "choose_moves", "place"]

@@ -177,6 +177,3 @@ class _Runs:
             self.edges[border] += change.num_chunks if self.owner[border] == giver else -change.num_chunks
         for rank, load in change.loads.items():
             self.loads[rank] = load
-
-
-__all__ = ["few_runs"]

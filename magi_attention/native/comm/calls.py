@@ -50,6 +50,3 @@ class ExchangeCalls:
 
     def _check(self, status: int, what: str) -> None:
         loader.check(self._library, status, what)
-
-
-__all__ = ["ExchangeCalls"]

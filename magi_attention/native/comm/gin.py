@@ -84,6 +84,3 @@ class Gin(ExchangeCalls):
     def leave(self) -> None:
         """Collective, and after the last transfer of every rank."""
         self._check(self._library.magi_gin_leave(self._group), "Leaving")
-
-
-__all__ = ["Gin", "loaded_nccl", "why_unfit"]

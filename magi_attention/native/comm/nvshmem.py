@@ -112,6 +112,3 @@ class Nvshmem(ExchangeCalls):
     def leave(self) -> None:
         """Leaves the group; collective, and after the last transfer of every process."""
         self._check(self._library.magi_comm_leave(), "Leaving")
-
-
-__all__ = ["Nvshmem", "Store", "host_library", "why_unfit"]

@@ -64,6 +64,3 @@ class Lanes:
         for end in ends:
             done = np.maximum(done, end)
         return Outcome(done, dict(self._busy))
-
-
-__all__ = ["COMPUTE", "LANES", "LINK", "NETWORK", "Lanes", "Outcome"]

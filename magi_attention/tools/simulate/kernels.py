@@ -115,6 +115,3 @@ def _pace(cluster: Cluster, is_backward: bool) -> float:
     there = [flops * pairs / seconds for pairs, seconds in _measured(calls, is_backward)]
     found = np.interp(np.log(rate.tokens), np.log([call.tokens for call in calls]), there)
     return float((rate.backward if is_backward else rate.forward) / found)
-
-
-__all__ = ["KINDS", "TABLE", "KernelTimes", "MeasuredCall", "kind_of"]

@@ -116,6 +116,3 @@ class Cluster:
     @property
     def gather(self) -> float:
         return self.calibration.gather_bytes_per_s * self.link_scale
-
-
-__all__ = ["LEVELS", "Calibration", "Cluster"]

@@ -109,6 +109,3 @@ def _over_nodes(work: PlanWork, traffic: Traffic, cluster: Cluster, is_backward:
     read = copy_row / 2 * (traffic.carried_out + traffic.carried_own)
     sums = lanes.run(NETWORK, slowest_of_node(terms, cluster.node) + read, wire.net)
     return lanes.outcome(np.maximum(terms, sums) + _added(cluster, traffic.owned_out) + rates.link_latency_s)
-
-
-__all__ = ["one_launch"]

@@ -92,6 +92,3 @@ def selective_gather(work: PlanWork, cluster: Cluster, is_backward: bool) -> Out
     if is_backward:
         return _return_rows(work, cluster, lanes, rates.link_bytes_per_s, rates.link_latency_s)
     return lanes.outcome()
-
-
-__all__ = ["selective_gather", "staged", "waits_for_stage"]

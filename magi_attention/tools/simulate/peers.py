@@ -127,6 +127,3 @@ def _exchange(lanes: Lanes, cluster: Cluster, size: int, rows: float, is_backwar
     # Heads are put together once, and the three gradients into one tensor before.
     copies = 4 if is_backward and not is_first else 2
     lanes.run(COMPUTE, 0.0, max(link, net if nodes > 1 else 0.0) + cluster.copy(copies * sent), LINK)
-
-
-__all__ = ["all_gather", "ring", "ulysses", "usp_size"]

@@ -33,6 +33,3 @@ def draw(path: Path, estimates: Sequence[Estimate], title: str, goal: float) -> 
     axes[1].axhline(goal, color="#6e7780", linewidth=0.8, linestyle=":")
     axes[1].legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
     figure.savefig(path)
-
-
-__all__ = ["draw"]

@@ -82,6 +82,3 @@ def _matrix(slices: NDArray[np.int64], piece: int, parts: int, is_zigzag: bool) 
         by_owner = np.bincount(owner, weights=before[:, 1] - before[:, 0], minlength=parts)
         found[rank] += by_owner[(rank - np.arange(parts)) % parts]
     return found
-
-
-__all__ = ["Spread", "spread"]

@@ -78,6 +78,3 @@ def largest_error(way: str, kind: str, ranks: int, tokens: int, cluster: Cluster
 
 def is_supported(error: float | None) -> bool:
     return error is not None and error <= LIMIT
-
-
-__all__ = ["LARGEST_ERRORS", "LIMIT", "is_supported", "largest_error"]

@@ -105,6 +105,3 @@ def _inverse(rate: float | None) -> float | None:
 
 def _whole(count: float | None) -> int | None:
     return None if count is None else int(count)
-
-
-__all__ = ["GOAL", "Answer", "MaskOf", "answer", "least", "sweep"]

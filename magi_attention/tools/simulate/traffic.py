@@ -196,6 +196,3 @@ def _rows_by_owner(plan: Plan, ranges: Sequence[Ints]) -> Floats:
     owner = plan.owner_of(np.minimum(edges, plan.padded_tokens - 1))
     found: Floats = np.bincount(owner, weights=readers * lengths, minlength=plan.cp_size).astype(np.float64)
     return found
-
-
-__all__ = ["PlanWork", "Traffic", "evened", "work_of"]

@@ -139,6 +139,3 @@ def estimate(way: str, case: Case, cluster: Cluster | None = None) -> Estimate:
         way, case.ranks, forward.seconds * 1e3, backward.seconds * 1e3, exposed * 1e3, flops / seconds / 1e12,
         alone / seconds, None, *errors,
     )  # fmt: skip
-
-
-__all__ = ["OURS", "WAYS", "Case", "Estimate", "estimate", "share_seconds"]

@@ -45,6 +45,3 @@ def slowest_of_node(seconds: Floats, node: int) -> Floats:
     """For each rank the largest of ``seconds`` over the ranks of its node."""
     latest = np.maximum.reduceat(seconds, np.arange(0, len(seconds), node))
     return np.repeat(latest, node)[: len(seconds)]
-
-
-__all__ = ["Wire", "share_of_kernel", "slowest_of_node"]
