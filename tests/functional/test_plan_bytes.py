@@ -50,7 +50,7 @@ def use(transport, plan: Plan, backend: str, hierarchy=None) -> tuple[TokenLayou
 def results(layout: TokenLayout, runtime: AttnRuntime) -> torch.Tensor:
     x = shard(torch.arange(TOTAL * 8.0).sin().view(TOTAL, 1, 8), layout).detach().requires_grad_()
     out = dist_attn(x, x, x, runtime)[0]
-    rolled = roll(out, layout, 3) + roll(out, layout, -1, simple=True)
+    rolled = roll(out, layout, 3) + roll(out, layout, -1)
     gather(rolled, layout, is_partial_grad=True).sum().backward()
     moved = [place(x.detach(), layout), sum_shards(torch.ones(TOTAL, 1, 8), layout), labels(x[:, 0, 0].long(), layout)]
     return torch.cat([y.detach().double().reshape(-1) for y in (out, x.grad, *moved)])

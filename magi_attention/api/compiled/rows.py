@@ -71,14 +71,14 @@ def _(x, handle, group, local_rows):
     return x.new_empty((local_rows, *x.shape[1:]))
 
 
-@_op(f"(Tensor x, {_WHERE}, int shift, int dim, bool simple) -> Tensor")
-def roll_rows(x, handle, group, shift, dim, simple):
+@_op(f"(Tensor x, {_WHERE}, int shift, int dim) -> Tensor")
+def roll_rows(x, handle, group, shift, dim):
     """This rank's rows of the padded global tensor, rolled."""
-    return token_layout.roll(x, layout_of(handle, group), shift, dim, simple).contiguous()
+    return token_layout.roll(x, layout_of(handle, group), shift, dim).contiguous()
 
 
 @roll_rows.register_fake
-def _(x, handle, group, shift, dim, simple):
+def _(x, handle, group, shift, dim):
     return x.new_empty(x.shape)
 
 
@@ -154,8 +154,8 @@ def _save_roll(ctx, inputs, output) -> None:
 
 
 def _grad_of_roll(ctx, grad):
-    handle, group, shift, dim, simple = ctx.options
-    return roll_rows(grad, handle, group, -shift, dim, simple), *[None] * 5
+    handle, group, shift, dim = ctx.options
+    return roll_rows(grad, handle, group, -shift, dim), *[None] * 4
 
 
 shard_rows.register_autograd(_grad_of_shard, setup_context=_save_shard)
@@ -183,8 +183,8 @@ def compiled_gather(
     return rows.movedim(0, dim)
 
 
-def compiled_roll(x: torch.Tensor, facts: CompiledFacts, shift: int, dim: int, simple: bool = False) -> torch.Tensor:
-    return roll_rows(x, facts.handle, facts.group, as_int(shift, "shift"), dim, simple)
+def compiled_roll(x: torch.Tensor, facts: CompiledFacts, shift: int, dim: int) -> torch.Tensor:
+    return roll_rows(x, facts.handle, facts.group, as_int(shift, "shift"), dim)
 
 
 def compiled_labels(

@@ -265,10 +265,8 @@ def roll(x: torch.Tensor, shift: int, dim: int, key: DistAttnRuntimeKey) -> torc
 
 
 def roll_simple(x: torch.Tensor, shift: int, dim: int, key: DistAttnRuntimeKey) -> torch.Tensor:
-    """``roll`` with one message per contiguous piece; the same result."""
-    if is_compiling():
-        return compiled_roll(x, _facts(key), shift, dim, simple=True)
-    return _manager(key).roll_simple(x, shift, dim)
+    """Another published name of ``roll``."""
+    return roll(x, shift, dim, key)
 
 
 def calc_attn(

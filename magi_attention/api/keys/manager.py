@@ -102,8 +102,7 @@ class RuntimeManager(GroupBound):
     def roll(self, x: torch.Tensor, shift: int, dim: int) -> torch.Tensor:
         return token_layout.roll(x, self.layout, shift, dim)
 
-    def roll_simple(self, x: torch.Tensor, shift: int, dim: int) -> torch.Tensor:
-        return token_layout.roll(x, self.layout, shift, dim, simple=True)
+    roll_simple = roll
 
     def get_position_ids(self, attn_role: AttnRole = AttnRole.QUERY) -> torch.Tensor:
         """int64 positions of the local rows, pad rows clipped to the last real token; on the GPU if there is one."""

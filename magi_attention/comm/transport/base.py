@@ -87,11 +87,6 @@ class Transport(AllToAll, Protocol):
         """Sums the ``x`` of all ranks, (sum(sizes), ...), and keeps rows of this rank: (sizes[rank], ...)."""
         ...
 
-    def send_recv(self, sends: Sequence[tuple[int, torch.Tensor]], recvs: Sequence[tuple[int, torch.Tensor]]) -> None:
-        """Point-to-point batch: the n-th tensor sent to a rank fills the n-th tensor received from this one.
-        Every rank of the group calls it, with empty lists if it has nothing to move."""
-        ...
-
     def barrier(self) -> None: ...
 
     def guard(self, stage: str) -> AbstractContextManager[None]:
@@ -249,35 +244,6 @@ class TransportBase(ABC):
         for r in range(1, self.size):
             total += parts[r * own : (r + 1) * own]
         return total.to(x.dtype)
-
-    def send_recv(self, sends: Sequence[tuple[int, torch.Tensor]], recvs: Sequence[tuple[int, torch.Tensor]]) -> None:
-        """Packs the tensors into bytes per peer and moves them by one all-to-all-v."""
-        for what, batch in (("send to", sends), ("receive from", recvs)):
-            for peer, _ in batch:
-                if not 0 <= peer < self.size:
-                    raise ContractError(f"Cannot {what} rank {peer} in a group of {self.size}; use group ranks.")
-        device = (sends or recvs)[0][1].device if sends or recvs else self.object_device()
-        out_bytes, in_bytes = [0] * self.size, [0] * self.size
-        for batch, count in ((sends, in_bytes), (recvs, out_bytes)):
-            for peer, x in batch:
-                count[peer] += x.numel() * x.element_size()
-        pieces = [
-            as_bytes(x.detach().reshape(-1).contiguous()).reshape(-1)
-            for r in range(self.size)
-            for peer, x in sends
-            if peer == r
-        ]
-        wire = torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.uint8, device=device)
-        arrived = torch.empty(sum(out_bytes), dtype=torch.uint8, device=device)
-        self.all_to_all_v(arrived, wire, out_bytes, in_bytes).wait()
-        at = 0
-        for r in range(self.size):
-            for peer, x in recvs:
-                if peer == r and x.numel():
-                    num = x.numel() * x.element_size()
-                    # why clone: a byte view at an odd offset cannot be viewed as a wider dtype
-                    x.detach().copy_(arrived[at : at + num].clone().view(x.dtype).view(x.shape))
-                    at += num
 
     def object_device(self) -> torch.device:
         return torch.device("cpu")

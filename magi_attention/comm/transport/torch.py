@@ -180,29 +180,6 @@ class TorchTransport(TransportBase):
         parts = self.all_gather_v(data, sizes).cpu().split(sizes)
         return [pickle.loads(part.numpy().tobytes()) for part in parts]
 
-    def send_recv(self, sends: Sequence[tuple[int, torch.Tensor]], recvs: Sequence[tuple[int, torch.Tensor]]) -> None:
-        pairs = [*sends, *recvs]
-        if self.size == 1 or not pairs or self._backend(pairs[0][1].device) != "nccl":
-            # why: a slice-wise wait on gloo's own p2p operations tears its connections down
-            return super().send_recv(sends, recvs)
-        self._begin(pairs[0][1].device)
-        own_in = [x for peer, x in sends if peer == self.rank]
-        own_out = [x for peer, x in recvs if peer == self.rank]
-        for place, x in zip(own_out, own_in):
-            place.detach().copy_(x.detach())
-        places = [(peer, x, x.detach().contiguous()) for peer, x in recvs if peer != self.rank and x.numel()]
-        ops = [
-            dist.P2POp(dist.isend, x.detach().contiguous(), self.ranks[peer], self.group)
-            for peer, x in sends
-            if peer != self.rank and x.numel()
-        ]
-        ops += [dist.P2POp(dist.irecv, buffer, self.ranks[peer], self.group) for peer, _, buffer in places]
-        for work in dist.batch_isend_irecv(ops) if ops else []:
-            work.wait()
-        for _, place, buffer in places:
-            if buffer.data_ptr() != place.data_ptr():
-                place.detach().copy_(buffer)
-
     def barrier(self) -> None:
         """Blocks the host until all ranks are here."""
         if self.size > 1:

@@ -77,18 +77,11 @@ def roll_func(x_local: torch.Tensor, shift: int, meta: DispatchMeta, group: Grou
     return token_layout.roll(x_local, _layout_of(meta, group), shift, seq_dim)
 
 
-def roll_simple_func(
-    x_local: torch.Tensor, shift: int, meta: DispatchMeta, group: Group, seq_dim: int = 0
-) -> torch.Tensor:
-    """``roll_func`` with one message per contiguous piece; the same result."""
-    return token_layout.roll(x_local, _layout_of(meta, group), shift, seq_dim, simple=True)
-
-
 def _select_local_chunks(x: torch.Tensor, meta: DispatchMeta, rank: int, seq_dim: int) -> torch.Tensor:
     """Rows of ``rank``; of no group. Published tests take their expectations from it."""
     chunks = x.split(meta.chunk_actual_sizes or meta.chunk_size, dim=seq_dim)
     return torch.cat([chunks[c] for c in meta.partitions[rank]], dim=seq_dim)
 
 
-roll_p2p = roll_func  # their names in the published module
-roll_simple_p2p = roll_simple_func
+# further published names
+roll_simple_func = roll_p2p = roll_simple_p2p = roll_func

@@ -216,61 +216,28 @@ def _sum_rows(x: torch.Tensor, layout: TokenLayout) -> torch.Tensor:
 
 class _Roll(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, layout: TokenLayout, shift: int, simple: bool) -> torch.Tensor:
-        ctx.layout, ctx.shift, ctx.simple = layout, shift, simple
-        return _roll(x, layout, shift, simple)
+    def forward(ctx: Any, x: torch.Tensor, layout: TokenLayout, shift: int) -> torch.Tensor:
+        ctx.layout, ctx.shift = layout, shift
+        return _roll(x, layout, shift)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         if torch.is_grad_enabled():
-            return _apply_roll(grad, ctx.layout, -ctx.shift, ctx.simple), None, None, None
-        return _roll(grad.contiguous(), ctx.layout, -ctx.shift, ctx.simple), None, None, None
+            return _apply_roll(grad, ctx.layout, -ctx.shift), None, None
+        return _roll(grad.contiguous(), ctx.layout, -ctx.shift), None, None
 
 
-def _roll(x: torch.Tensor, layout: TokenLayout, shift: int, simple: bool) -> torch.Tensor:
-    total, way = layout.plan.padded_tokens, " by pieces" if simple else ""
+def _roll(x: torch.Tensor, layout: TokenLayout, shift: int) -> torch.Tensor:
+    total = layout.plan.padded_tokens
     least = (shift + total // 2) % total - total // 2  # of the shifts that do the same
-    with layout.exchange(x, "roll", shift=f"{least}{way}"):
-        return (_roll_by_pieces if simple else _roll_rows)(x, layout, shift)
-
-
-def _roll_rows(x: torch.Tensor, layout: TokenLayout, shift: int) -> torch.Tensor:
-    route, (send_rows, recv_rows) = layout.roll_route(shift), layout.route_rows(shift, x.device)
-    sent = x.index_select(0, send_rows)
-    got = torch.empty_like(sent) if len(sent) == layout.num_local else x.new_empty((layout.num_local, *x.shape[1:]))
-    layout.transport.all_to_all_v(got, sent, route.recv_counts, route.send_counts).wait()
-    out = torch.empty_like(got)
-    out[recv_rows] = got
-    return out
-
-
-def _roll_by_pieces(x: torch.Tensor, layout: TokenLayout, shift: int) -> torch.Tensor:
-    """One message per contiguous run of rows: easy to follow, used to check the batched form."""
-    route = layout.roll_route(shift)
-    out = x.new_empty((layout.num_local, *x.shape[1:]))
-    sends, recvs, arrivals = [], [], []
-    for peer, rows in enumerate(np.split(route.send_rows, np.cumsum(route.send_counts)[:-1])):
-        if peer != layout.rank:
-            sends += [(peer, x[run[0] : run[-1] + 1].contiguous()) for run in _runs(rows)]
-    receipts = np.split(route.recv_rows, np.cumsum(route.recv_counts)[:-1])
-    source = (layout.plan.position_array(layout.rank) - shift) % layout.plan.padded_tokens
-    for peer, rows in enumerate(receipts):
-        if peer == layout.rank:
-            mine = np.split(route.send_rows, np.cumsum(route.send_counts)[:-1])[peer]
-            out[torch.from_numpy(rows).to(x.device)] = x[torch.from_numpy(mine).to(x.device)]
-            continue
-        chunk = source[rows] // layout.plan.chunk_size
-        remote = layout.plan.local_start_of_chunk[chunk] + source[rows] % layout.plan.chunk_size
-        place = 0
-        for run in _runs(remote):  # the sender's runs, in the sender's order
-            buffer = x.new_empty((len(run), *x.shape[1:]))
-            recvs.append((peer, buffer))
-            arrivals.append((rows[place : place + len(run)], buffer))
-            place += len(run)
-    layout.transport.send_recv(sends, recvs)
-    for rows, buffer in arrivals:
-        out[torch.from_numpy(rows).to(x.device)] = buffer
-    return out
+    with layout.exchange(x, "roll", shift=str(least)):
+        route, (send_rows, recv_rows) = layout.roll_route(shift), layout.route_rows(shift, x.device)
+        sent = x.index_select(0, send_rows)
+        got = torch.empty_like(sent) if len(sent) == layout.num_local else x.new_empty((layout.num_local, *x.shape[1:]))
+        layout.transport.all_to_all_v(got, sent, route.recv_counts, route.send_counts).wait()
+        out = torch.empty_like(got)
+        out[recv_rows] = got
+        return out
 
 
 # With the types that torch does not give to ``apply``.
@@ -278,10 +245,6 @@ _apply_shard: Callable[..., torch.Tensor] = _Shard.apply
 _apply_gather: Callable[..., torch.Tensor] = _Gather.apply
 _apply_sum_rows: Callable[..., torch.Tensor] = _SumRows.apply
 _apply_roll: Callable[..., torch.Tensor] = _Roll.apply
-
-
-def _runs(rows: np.ndarray) -> list[np.ndarray]:
-    return [run for run in np.split(rows, np.flatnonzero(np.diff(rows) != 1) + 1) if len(run)]
 
 
 def shard(
@@ -359,7 +322,7 @@ def sum_shards(x: torch.Tensor, layout: TokenLayout) -> torch.Tensor:
     return _sum_rows(rows, layout)
 
 
-def roll(x: torch.Tensor, layout: TokenLayout, shift: int, dim: int = 0, simple: bool = False) -> torch.Tensor:
+def roll(x: torch.Tensor, layout: TokenLayout, shift: int, dim: int = 0) -> torch.Tensor:
     """``torch.roll(padded global, shift, dim)`` on shards: row t becomes row ``t - shift`` of the padded sequence.
 
     Pad rows take part, so up to ``|shift|`` real tokens at the wrap-around get pad values. Documents do not matter:
@@ -368,7 +331,7 @@ def roll(x: torch.Tensor, layout: TokenLayout, shift: int, dim: int = 0, simple:
     with layout.telling(x, "roll"):
         layout.check_rows(x, dim, layout.num_local, "roll")
         shift = as_int(shift, "shift")
-    return _apply_roll(x.movedim(dim, 0), layout, shift, simple).movedim(0, dim)
+    return _apply_roll(x.movedim(dim, 0), layout, shift).movedim(0, dim)
 
 
 def positions(layout: TokenLayout, device: torch.device | str) -> torch.Tensor:
