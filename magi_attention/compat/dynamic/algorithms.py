@@ -2,7 +2,7 @@
 """Algorithms that say which rank computes which rectangle of a mask, where queries may travel as well as keys.
 
 The names and ``solve`` are the published ones; what is behind them is written from their descriptions. All of them are
-deterministic, solve on each rank alike without a collective, and need no library of linear programs.
+deterministic and solve on each rank alike without a collective. Those of a search need the planner library.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from magi_attention.common.enum import DynamicAttnAlgType
 from magi_attention.common.ranges import AttnRanges
 from magi_attention.common.scalars import as_int
 from magi_attention.compat.dynamic.grid import Grid
-from magi_attention.compat.dynamic.limits import MOST_LOAD, Spread, least_limit, spread_by_flow, spread_by_sweeps
 from magi_attention.compat.values.rectangles import AttnRectangles
 from magi_attention.errors import ContractError
 from magi_attention.meta.solver.placement import Ints, Placement
 from magi_attention.meta.solver.query_moves import place
 
+_MOST_LOAD = 1.10  # of a rank, over the mean
 
 @dataclass(frozen=True)
 class DynamicAttnAlgorithm(ABC):
@@ -104,7 +104,7 @@ class NCQDynamicAttnAlgorithm(_GridAlgorithm):
 
 class GRGDynamicAttnAlgorithm(_GridAlgorithm):
     """Greedy, from random orders (seed 42): each pair goes where it adds least to what travels, among ranks that stay
-    below ``MOST_LOAD``. Then ever smaller random shares of the best are placed anew."""
+    below 1.1 of the mean. Then ever smaller random shares of the best are placed anew."""
 
     _type = DynamicAttnAlgType.GREEDY_RANDOM_GRID
 
@@ -122,7 +122,7 @@ class GRGDynamicAttnAlgorithm(_GridAlgorithm):
 
     @staticmethod
     def _badness(grid: Grid):
-        return lambda found: (max(found.heaviest - MOST_LOAD * grid.mean, 0), found.cost())
+        return lambda found: (max(found.heaviest - _MOST_LOAD * grid.mean, 0), found.cost())
 
     @staticmethod
     def _greedy(grid: Grid, rank: Ints, order: Ints) -> Placement:
@@ -130,58 +130,47 @@ class GRGDynamicAttnAlgorithm(_GridAlgorithm):
         for pair in order.reshape(-1, 1):
             load = found.loads + grid.pairs.area[pair]
             # First whether it has room, then what it adds, then its load.
-            is_over = np.maximum(load - MOST_LOAD * grid.mean, 0)
+            is_over = np.maximum(load - _MOST_LOAD * grid.mean, 0)
             found.move(pair, int(np.lexsort((load, found.entering(pair)[0], is_over))[0]))
         return found
 
 
-class _LeastLimit(_GridAlgorithm):
-    """The least limit of what a rank receives; ``_spread`` places pairs under a limit (``limits.py``)."""
-
-    _spread: ClassVar[Spread]
-
-    def _ranks(self, grid: Grid, groups: int) -> Ints:
-        return least_limit(grid, self._spread)
-
-
-class SNFDynamicAttnAlgorithm(_LeastLimit):
-    """Ranks choose rows under the limit, then pairs flow to ranks that have both rows, by augmenting paths."""
-
-    _type = DynamicAttnAlgType.SIMPLEX_NETWORK_FLOW
-    _spread = staticmethod(spread_by_flow)
-
-
-class FastSNFDynamicAttnAlgorithm(SNFDynamicAttnAlgorithm):
-    """The same: cells are listed sparsely in both."""
-
-    _type = DynamicAttnAlgType.FAST_SIMPLEX_NETWORK_FLOW
-
-
-class BinaryGreedyDynamicAttnAlgorithm(_LeastLimit):
-    """Pairs are placed greedily and in five sweeps."""
-
-    _type = DynamicAttnAlgType.BINARY_GREEDY
-    _spread = staticmethod(spread_by_sweeps)
-
-
-class BinaryGreedyParallelDynamicAttnAlgorithm(BinaryGreedyDynamicAttnAlgorithm):
-    """The same, and neither threads nor a broadcast: every rank finds it."""
-
-    _type = DynamicAttnAlgType.BINARY_GREEDY_PARALLEL
-
-
 class QueryMovesDynamicAttnAlgorithm(_GridAlgorithm):
     """Not a published one: what plans with ``query_moves`` use, grids of ranks and a vertex cover, and with them what
-    GRG and BinaryGreedy find, all balanced to ``MOST_LOAD`` and improved (``meta/solver/query_moves.py``). Needs the
-    planner library."""
+    GRG finds, all balanced to 1.1 of the mean and improved (``meta/solver/query_moves.py``). Needs the planner
+    library."""
 
     _type = DynamicAttnAlgType.QUERY_MOVES
 
     def _ranks(self, grid: Grid, groups: int) -> Ints:
-        more = [other._ranks(grid, groups) for other in (GRGDynamicAttnAlgorithm(), BinaryGreedyDynamicAttnAlgorithm())]
-        found, _ = place(grid.pairs, grid.world, MOST_LOAD * grid.mean, np.inf, groups, more)
+        more = [GRGDynamicAttnAlgorithm()._ranks(grid, groups)]
+        found, _ = place(grid.pairs, grid.world, _MOST_LOAD * grid.mean, np.inf, groups, more)
         assert found is not None, "any load is allowed"
         return found.rank
+
+
+class SNFDynamicAttnAlgorithm(QueryMovesDynamicAttnAlgorithm):
+    """Finds what ``QueryMovesDynamicAttnAlgorithm`` finds."""
+
+    _type = DynamicAttnAlgType.SIMPLEX_NETWORK_FLOW
+
+
+class FastSNFDynamicAttnAlgorithm(SNFDynamicAttnAlgorithm):
+    """The same."""
+
+    _type = DynamicAttnAlgType.FAST_SIMPLEX_NETWORK_FLOW
+
+
+class BinaryGreedyDynamicAttnAlgorithm(QueryMovesDynamicAttnAlgorithm):
+    """Finds what ``QueryMovesDynamicAttnAlgorithm`` finds."""
+
+    _type = DynamicAttnAlgType.BINARY_GREEDY
+
+
+class BinaryGreedyParallelDynamicAttnAlgorithm(BinaryGreedyDynamicAttnAlgorithm):
+    """The same, with neither threads nor a broadcast."""
+
+    _type = DynamicAttnAlgType.BINARY_GREEDY_PARALLEL
 
 
 __all__ = [

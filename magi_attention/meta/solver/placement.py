@@ -140,12 +140,6 @@ class Placement:
         """The cost of all that has to be sent."""
         return sum(side.cost() for side in self._sides)
 
-    def sent(self) -> Ints:
-        """(ranks,): what it costs to send each rank what it needs."""
-        first, second = (np.where(side.users > 0, side.price, 0).sum(axis=0) for side in self._sides)
-        total: Ints = first + second
-        return total
-
     def entering(self, pairs: Ints) -> Ints:
         """(pairs, ranks): what more has to be sent if a rank computes a pair."""
         first, second = self._sides
