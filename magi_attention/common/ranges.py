@@ -4,14 +4,15 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any, TypeAlias, overload
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from magi_attention.common.intervals import intersect_intervals, merge_intervals, subtract_intervals
+from magi_attention.common.list_like import ListLike
 from magi_attention.common.range import AttnRange, NaiveRange, RangeType
 from magi_attention.errors import ContractError, RangeError
 
@@ -37,19 +38,7 @@ def check_valid_cu_seqlens(cu_seqlens: Sequence[int], seq_len: int) -> None:
         )
 
 
-def check_slice_assignment(idx: slice, count: int, size: int) -> None:
-    """Do ``count`` items fit ``x[idx] = items`` where ``x`` holds ``size``? ``ContractError`` unless they do.
-
-    ``x[a:b]`` takes ``b - a`` items even if ``x`` ends before ``b``, which makes it grow; ``x[a:]`` takes any number.
-    """
-    if idx.stop is None:
-        return
-    start, stop = (max(0, size + bound) if bound < 0 else bound for bound in (idx.start or 0, idx.stop))
-    if (wanted := len(range(start, stop, idx.step or 1))) != count:
-        raise ContractError(f"[{start}:{stop}] names {wanted} items and is assigned {count}; give as many as it names.")
-
-
-class AttnRanges:
+class AttnRanges(ListLike[AttnRange]):
     """List of ``AttnRange`` in any order; they may repeat, overlap and be empty.
 
     Only ``append``, ``insert``, ``extend``, ``pop`` and item assignment change the object. They keep the very
@@ -57,19 +46,14 @@ class AttnRanges:
     ``RangeError`` for one that is not. Sets are meant where the text says "covers".
     """
 
-    __slots__ = ("_ranges",)
-
-    def __init__(self) -> None:
-        self._ranges: list[AttnRange] = []
+    __slots__ = ()
 
     # ---- build ------------------------------------------------------------------------------------
 
     @staticmethod
     def from_ranges(ranges: RangesType | Iterable[RangeType], check: bool = False) -> AttnRanges:
         """New object with new ranges, from pairs, ranges or another ``AttnRanges``."""
-        out = AttnRanges()
-        out._ranges = [AttnRange.from_range(r, check) for r in ranges]
-        return out
+        return AttnRanges._of(AttnRange.from_range(r, check) for r in ranges)
 
     @staticmethod
     def from_cu_seqlens(cu_seqlens: Sequence[int], seq_len: int) -> AttnRanges:
@@ -84,27 +68,27 @@ class AttnRanges:
 
     def to_array(self) -> NDArray[np.int64]:
         """int64 ``(n, 2)``, a copy."""
-        flat = [bound for r in self._ranges for bound in r]
+        flat = [bound for r in self._items for bound in r]
         return np.array(flat, dtype=np.int64).reshape(-1, 2)
 
     def clone(self) -> AttnRanges:
         """Deep copy."""
-        return AttnRanges.from_ranges(self._ranges)
+        return AttnRanges.from_ranges(self._items)
 
     def append(self, attn_range: AttnRange, check: bool = False) -> None:
-        self._ranges.append(self._item(attn_range, check))
+        self._items.append(self._item(attn_range, check))
 
     def insert(self, idx: int, attn_range: AttnRange, check: bool = False) -> None:
-        self._ranges.insert(idx, self._item(attn_range, check))
+        self._items.insert(idx, self._item(attn_range, check))
 
     def extend(self, attn_ranges: AttnRanges | Iterable[AttnRange], check: bool = False) -> None:
-        self._ranges.extend([self._item(r, check) for r in attn_ranges])
+        self._items.extend([self._item(r, check) for r in attn_ranges])
 
     def pop(self, idx: int = -1) -> AttnRange:
-        return self._ranges.pop(idx)
+        return self._items.pop(idx)
 
     @staticmethod
-    def _item(value: RangeType, check: bool) -> AttnRange:
+    def _item(value: RangeType, check: bool = False) -> AttnRange:
         attn_range = value if isinstance(value, AttnRange) else AttnRange.from_range(value)
         if check:
             attn_range.check_valid()
@@ -114,11 +98,11 @@ class AttnRanges:
 
     def clear_empty(self) -> AttnRanges:
         """Without empty ranges, in the same order."""
-        return AttnRanges.from_ranges(r for r in self._ranges if not r.is_empty())
+        return AttnRanges.from_ranges(r for r in self._items if not r.is_empty())
 
     def sort(self) -> AttnRanges:
         """Ordered by start, then end."""
-        ordered = sorted(self._ranges, key=AttnRange.to_naive_range)
+        ordered = sorted(self._items, key=AttnRange.to_naive_range)
         return AttnRanges.from_ranges(ordered)
 
     def merge(self) -> AttnRanges:
@@ -147,27 +131,27 @@ class AttnRanges:
             raise ContractError(f"Chunks are cut from non-overlapping ranges; merge() {self!r} first.")
         chunks: list[AttnRanges] = []
         room = 0
-        for attn_range in self._ranges:
+        for attn_range in self._items:
             start, end = attn_range.to_naive_range()
             while start < end:
                 if room == 0:
                     chunks.append(AttnRanges())
                     room = chunk_size
                 stop = min(end, start + room)
-                chunks[-1]._ranges.append(AttnRange(start, stop))
+                chunks[-1]._items.append(AttnRange(start, stop))
                 room -= stop - start
                 start = stop
         return chunks
 
     def truncate(self, start: int | None = None, end: int | None = None) -> AttnRanges:
         """What lies in ``[start, end)``, in the same order; ranges without any position in it are dropped."""
-        clipped = (r.truncate(start, end) for r in self._ranges)
+        clipped = (r.truncate(start, end) for r in self._items)
         return AttnRanges.from_ranges(r for r in clipped if not r.is_empty())
 
     # ---- predicates -------------------------------------------------------------------------------
 
     def is_valid(self) -> bool:
-        return all(r.is_valid_close() for r in self._ranges)
+        return all(r.is_valid_close() for r in self._items)
 
     def check_valid(self) -> None:
         """``RangeError`` unless ``is_valid``."""
@@ -196,10 +180,6 @@ class AttnRanges:
             return False
         return is_valid_cu_seqlens(bounds, seqlen)
 
-    def is_empty(self) -> bool:
-        """Are there no ranges (not: no positions)?"""
-        return not self._ranges
-
     # ---- coordinates ------------------------------------------------------------------------------
 
     def make_range_local(
@@ -222,28 +202,26 @@ class AttnRanges:
         merged = self if is_self_merged else self.merge()
         if prefix_offset is None:
             prefix_offset = merged._prefix_offsets()
-        return merged._localize(other_attn_range, [r.start for r in merged._ranges], prefix_offset)
+        return merged._localize(other_attn_range, [r.start for r in merged._items], prefix_offset)
 
     def make_ranges_local(self, other_attn_ranges: AttnRanges, is_self_merged: bool = False) -> AttnRanges:
         """``make_range_local`` for many ranges; only the local ranges are returned."""
         merged = self if is_self_merged else self.merge()
-        starts, offsets = [r.start for r in merged._ranges], merged._prefix_offsets()
-        out = AttnRanges()
-        out._ranges = [merged._localize(r, starts, offsets)[0] for r in other_attn_ranges]
-        return out
+        starts, offsets = [r.start for r in merged._items], merged._prefix_offsets()
+        return AttnRanges._of(merged._localize(r, starts, offsets)[0] for r in other_attn_ranges)
 
     def _prefix_offsets(self) -> list[int]:
-        return list(accumulate((r.seqlen for r in self._ranges), initial=0))[:-1]
+        return list(accumulate((r.seqlen for r in self._items), initial=0))[:-1]
 
     def _localize(
         self, attn_range: AttnRange, starts: Sequence[int], offsets: Sequence[int]
     ) -> tuple[AttnRange, AttnRange]:
         index = bisect_right(starts, attn_range.start) - 1
-        if index < 0 or not attn_range.is_subrange_of(self._ranges[index]):
+        if index < 0 or not attn_range.is_subrange_of(self._items[index]):
             raise RangeError(
                 f"The attn_range {attn_range!r} is not inside one of {self!r}; cut it at their bounds first."
             )
-        host = self._ranges[index]
+        host = self._items[index]
         return attn_range.offset(offsets[index] - host.start), host.clone()
 
     # ---- sets -------------------------------------------------------------------------------------
@@ -286,101 +264,55 @@ class AttnRanges:
         return torch.tensor(self.to_array(), dtype=torch.int32, device=device)
 
     def to_naive_ranges(self) -> list[tuple[int, int]]:
-        return [r.to_naive_range() for r in self._ranges]
+        return [r.to_naive_range() for r in self._items]
 
     def to_cu_seqlens(self, seq_len: int) -> list[int]:
         """``ContractError`` unless ``is_cu_seqlens(seq_len)``."""
         if not self.is_cu_seqlens(seq_len):
             raise ContractError(f"Ranges {self!r} do not run from 0 to {seq_len}; sort or fill them.")
-        return [0, *(r.end for r in self._ranges)]
+        return [0, *(r.end for r in self._items)]
 
     # ---- properties -------------------------------------------------------------------------------
 
     @property
     def total_seqlen(self) -> int:
         """Sum of the lengths."""
-        return sum(r.seqlen for r in self._ranges)
+        return sum(r.seqlen for r in self._items)
 
     @property
     def max_seqlen(self) -> int:
         """Largest length, 0 if there are no ranges."""
-        return max((r.seqlen for r in self._ranges), default=0)
+        return max((r.seqlen for r in self._items), default=0)
 
     @property
     def start(self) -> int:
         """Smallest start; ``ValueError`` if there are no ranges."""
         self._need_ranges("start")
-        return min(start for start, _ in self._ranges)
+        return min(start for start, _ in self._items)
 
     @property
     def end(self) -> int:
         """Largest end; ``ValueError`` if there are no ranges."""
         self._need_ranges("end")
-        return max(end for _, end in self._ranges)
+        return max(end for _, end in self._items)
 
     def _need_ranges(self, what: str) -> None:
-        if not self._ranges:
+        if not self._items:
             raise RangeError(f"AttnRanges without ranges has no {what}; append a range first.")
-
-    @property
-    def size(self) -> int:
-        """Number of ranges."""
-        return len(self._ranges)
 
     @property
     def points(self) -> list[int]:
         """Distinct bounds in ascending order."""
-        return sorted({bound for r in self._ranges for bound in r})
-
-    # ---- container --------------------------------------------------------------------------------
-
-    def __len__(self) -> int:
-        return len(self._ranges)
-
-    @overload
-    def __getitem__(self, idx: int) -> AttnRange: ...
-
-    @overload
-    def __getitem__(self, idx: slice) -> AttnRanges: ...
-
-    def __getitem__(self, idx: int | slice) -> AttnRange | AttnRanges:
-        if isinstance(idx, slice):
-            out = AttnRanges()
-            out._ranges = self._ranges[idx]
-            return out
-        return self._ranges[idx]
-
-    @overload
-    def __setitem__(self, idx: int, value: RangeType) -> None: ...
-
-    @overload
-    def __setitem__(self, idx: slice, value: Iterable[RangeType]) -> None: ...
-
-    def __setitem__(self, idx: int | slice, value: Any) -> None:
-        if isinstance(idx, slice):
-            items = [self._item(r, False) for r in value]
-            check_slice_assignment(idx, len(items), len(self))
-            self._ranges[idx] = items
-        else:
-            self._ranges[idx] = self._item(value, False)
-
-    def __iter__(self) -> Iterator[AttnRange]:
-        return iter(self._ranges)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, AttnRanges) and self._ranges == other._ranges
-
-    def __hash__(self) -> int:
-        return hash(tuple(self._ranges))
+        return sorted({bound for r in self._items for bound in r})
 
     def __repr__(self) -> str:
-        return f"[{', '.join(map(repr, self._ranges))}]" if self._ranges else "[[,)]"
+        return f"[{', '.join(map(repr, self._items))}]" if self._items else "[[,)]"
 
     def __getstate__(self) -> list[tuple[int, int]]:
         return self.to_naive_ranges()
 
     def __setstate__(self, state: list[tuple[int, int]]) -> None:
-        self._ranges = [AttnRange(*pair) for pair in state]
+        self._items = [AttnRange(*pair) for pair in state]
 
 
 RangesType: TypeAlias = AttnRanges | NaiveRanges

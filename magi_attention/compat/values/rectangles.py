@@ -3,16 +3,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, overload
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from magi_attention.common.disjoint import check_disjoint
 from magi_attention.common.enum import AttnMaskType
+from magi_attention.common.list_like import ListLike
 from magi_attention.common.range import AttnRange
-from magi_attention.common.ranges import AttnRanges, NaiveRanges, check_slice_assignment
+from magi_attention.common.ranges import AttnRanges, NaiveRanges
 from magi_attention.common.slices import SliceTable, trim
 from magi_attention.compat.values.rectangle import AttnRectangle
 from magi_attention.errors import ContractError
@@ -20,13 +21,10 @@ from magi_attention.errors import ContractError
 Sides = tuple[AttnRectangle | None, AttnRectangle | None]
 
 
-class AttnRectangles:
+class AttnRectangles(ListLike[AttnRectangle]):
     """List-like. Only ``append``, ``extend``, ``clear`` and item assignment change it; the rest returns new objects."""
 
-    __slots__ = ("_rects",)
-
-    def __init__(self) -> None:
-        self._rects: list[AttnRectangle] = []
+    __slots__ = ()
 
     @staticmethod
     def from_ranges(
@@ -47,7 +45,7 @@ class AttnRectangles:
         for row in table.array.tolist():
             if len(trim(np.array([row]))):
                 q_range, k_range = AttnRange(*row[0:2]), AttnRange(*row[2:4])
-                out._rects.append(AttnRectangle(q_range, k_range, mask_type=row[4]))
+                out._items.append(AttnRectangle(q_range, k_range, mask_type=row[4]))
         return out
 
     # ---- container --------------------------------------------------------------------------------
@@ -55,58 +53,44 @@ class AttnRectangles:
     def append(self, attn_rect: AttnRectangle, check: bool = False) -> None:
         if check:
             attn_rect.check_valid()
-        self._rects.append(attn_rect)
+        self._items.append(attn_rect)
 
     def extend(self, attn_rects: AttnRectangles | Iterable[AttnRectangle], check: bool = False) -> None:
         for rect in list(attn_rects):
             self.append(rect, check)
 
     def clear(self) -> None:
-        self._rects.clear()
+        self._items.clear()
 
     def clone(self) -> AttnRectangles:
-        return self._of(rect.clone() for rect in self._rects)
-
-    @staticmethod
-    def _of(rects: Iterable[AttnRectangle]) -> AttnRectangles:
-        out = AttnRectangles()
-        out._rects = list(rects)
-        return out
-
-    @property
-    def size(self) -> int:
-        """Number of rectangles."""
-        return len(self._rects)
-
-    def is_empty(self) -> bool:
-        return not self._rects
+        return self._of(rect.clone() for rect in self._items)
 
     def is_valid(self) -> bool:
-        return all(rect.is_valid() for rect in self._rects)
+        return all(rect.is_valid() for rect in self._items)
 
     def check_valid(self) -> None:
         """``RangeError`` if one of them holds no pair or has an invalid range."""
-        for rect in self._rects:
+        for rect in self._items:
             rect.check_valid()
 
     # ---- geometry ---------------------------------------------------------------------------------
 
     def area(self) -> int:
         """Sum of the areas."""
-        return sum(rect.area() for rect in self._rects)
+        return sum(rect.area() for rect in self._items)
 
     def to_slices(self) -> NDArray[np.int64]:
         """AttnSlices of all rectangles, int64 ``(n, 5)``."""
-        parts = [rect.to_slices() for rect in self._rects]
+        parts = [rect.to_slices() for rect in self._items]
         return np.concatenate([np.zeros((0, 5), dtype=np.int64), *parts])
 
     def get_qo_ranges_union(self) -> AttnRanges:
         """Merged q ranges."""
-        return AttnRanges.from_ranges(rect.q_range for rect in self._rects).merge()
+        return AttnRanges.from_ranges(rect.q_range for rect in self._items).merge()
 
     def get_kv_ranges_union(self) -> AttnRanges:
         """Merged k ranges."""
-        return AttnRanges.from_ranges(rect.k_range for rect in self._rects).merge()
+        return AttnRanges.from_ranges(rect.k_range for rect in self._items).merge()
 
     def total_seqlen_qo(self) -> int:
         """Number of rows in the union of the q ranges."""
@@ -125,7 +109,7 @@ class AttnRectangles:
         return self._cut(lambda rect: rect.cut_k(cut_pos))
 
     def _cut(self, cut: Callable[[AttnRectangle], Sides]) -> tuple[AttnRectangles, AttnRectangles]:
-        pairs = [cut(rect) for rect in self._rects]
+        pairs = [cut(rect) for rect in self._items]
         return (
             self._of(first for first, _ in pairs if first is not None),
             self._of(second for _, second in pairs if second is not None),
@@ -133,52 +117,19 @@ class AttnRectangles:
 
     def get_rects_within_q_segment(self, q_start: int, q_end: int) -> AttnRectangles:
         """What lies in rows ``[q_start, q_end)``."""
-        found = (rect.get_rect_within_q_segment(q_start, q_end) for rect in self._rects)
+        found = (rect.get_rect_within_q_segment(q_start, q_end) for rect in self._items)
         return self._of(rect for rect in found if rect is not None)
 
     def get_rects_within_k_segment(self, k_start: int, k_end: int) -> AttnRectangles:
         """What lies in keys ``[k_start, k_end)``."""
-        found = (rect.get_rect_within_k_segment(k_start, k_end) for rect in self._rects)
+        found = (rect.get_rect_within_k_segment(k_start, k_end) for rect in self._items)
         return self._of(rect for rect in found if rect is not None)
 
-    # ---- protocol of values -----------------------------------------------------------------------
-
-    def __len__(self) -> int:
-        return len(self._rects)
-
-    @overload
-    def __getitem__(self, idx: int) -> AttnRectangle: ...
-
-    @overload
-    def __getitem__(self, idx: slice) -> AttnRectangles: ...
-
-    def __getitem__(self, idx: int | slice) -> AttnRectangle | AttnRectangles:
-        return self._of(self._rects[idx]) if isinstance(idx, slice) else self._rects[idx]
-
-    @overload
-    def __setitem__(self, idx: int, value: AttnRectangle) -> None: ...
-
-    @overload
-    def __setitem__(self, idx: slice, value: AttnRectangles | Iterable[AttnRectangle]) -> None: ...
-
-    def __setitem__(self, idx: int | slice, value: Any) -> None:
-        items = list(value) if isinstance(idx, slice) else [value]
-        if any(not isinstance(item, AttnRectangle) for item in items):
+    @staticmethod
+    def _item(value: Any) -> AttnRectangle:
+        if not isinstance(value, AttnRectangle):
             raise ContractError(f"{value!r} is no rectangle; assign AttnRectangle objects.")
-        if isinstance(idx, slice):
-            check_slice_assignment(idx, len(items), len(self))
-            self._rects[idx] = items
-        else:
-            self._rects[idx] = value
-
-    def __iter__(self) -> Iterator[AttnRectangle]:
-        return iter(self._rects)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, AttnRectangles) and self._rects == other._rects
-
-    def __hash__(self) -> int:
-        return hash(tuple(self._rects))
+        return value
 
     def __repr__(self) -> str:
-        return f"[{'; '.join(map(repr, self._rects))}]" if self._rects else "[-1, -1) x [-1, -1): None"
+        return f"[{'; '.join(map(repr, self._items))}]" if self._items else "[-1, -1) x [-1, -1): None"
