@@ -63,11 +63,11 @@ def synchronise(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def clock_offset(rank: int, peer: int, device: torch.device, rounds: int = 5) -> float:
+def clock_offset(rank: int, peer: int, device: torch.device) -> float:
     """Seconds by which the clock of ``peer`` is ahead of rank 0's; only rank 0 gets the number. The
     shortest of several round trips says most."""
     best = (float("inf"), 0.0)
-    for _ in range(rounds):
+    for _ in range(5):
         stamp = torch.zeros(2, dtype=torch.float64, device=device)
         if rank == 0:
             sent = time.time()

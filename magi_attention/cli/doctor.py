@@ -10,6 +10,7 @@ import os
 import sys
 import tarfile
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -109,12 +110,8 @@ def collected() -> dict[str, Any]:
         "nvidia_smi": system.run(["nvidia-smi"]) or "nvidia-smi is not here or fails",
         "topology": system.run(["nvidia-smi", "topo", "-m"], 30) or "",
         "environment": shown_environment(),
-        "doctor": [vars_of(f) for f in findings],
+        "doctor": [asdict(f) for f in findings],
     }
-
-
-def vars_of(found: Finding) -> dict[str, str]:
-    return {"check": found.check, "status": found.status, "evidence": found.evidence, "remedy": found.remedy}
 
 
 def run_files(name: str, number: str | None) -> tuple[Path, list[Path]]:

@@ -59,13 +59,6 @@ class GroupSpec:
     def output_rows(self) -> int:
         return sum(self.output_splits)
 
-    @property
-    def rows_sent(self) -> int:
-        """Rows put on the wire by this rank in a point-to-point cast, copies counted, itself excluded."""
-        return sum(
-            size * sum(dst != self.rank for dst in dsts) for size, dsts in zip(self.input_splits, self.dst_indices)
-        )
-
     def check(self) -> None:
         if len(self.input_splits) != len(self.dst_indices):
             raise ContractError(

@@ -7,7 +7,7 @@ import json
 import os
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from math import log2
 from pathlib import Path
 from typing import Any
@@ -112,7 +112,7 @@ class MachineRates:
         pair, row = sum(self.pair_seconds(heads_q, heads_kv, head_dim)), self.row_seconds(heads_kv, head_dim)
         dispatch, overlap = config.dispatch_config, config.overlap_config
         _must_be_default(overlap, OverlapConfig(), "calc_cost_factor", "comm_cost_factor")
-        overlap = _with(overlap, calc_cost_factor=pair * _MICRO, comm_cost_factor=row * _MICRO)
+        overlap = replace(overlap, calc_cost_factor=pair * _MICRO, comm_cost_factor=row * _MICRO)
         if isinstance(dispatch.alg, LocalityDispatchAlg):
             _must_be_default(dispatch.alg, LocalityDispatchAlg(), "row_cost")
             dispatch = replace(dispatch, alg=LocalityDispatchAlg(row / pair))
@@ -136,11 +136,6 @@ class MachineRates:
             return cls(**{**data, "kernels": tuple(KernelRate(**kernel) for kernel in data["kernels"])})
         except (KeyError, TypeError) as error:
             raise ContractError(f"These are no rates of a machine ({error}); run `magi tune`.") from None
-
-
-def _with(overlap: OverlapConfig, **changes: float) -> OverlapConfig:
-    values = {f.name: getattr(overlap, f.name) for f in fields(overlap)}
-    return OverlapConfig(**{**values, **changes})
 
 
 def _must_be_default(given: Any, default: Any, *names: str) -> None:

@@ -76,8 +76,8 @@ def _text(name: str, section: str, doc: str, default: str = "", has_effect: bool
     return Variable(name, "text", default, section, doc, has_effect=has_effect)
 
 
-def _int(name: str, section: str, doc: str, default: int | None, minimum: int, effect: bool = True) -> Variable:
-    return Variable(name, "int", default, section, doc, minimum=minimum, has_effect=effect)
+def _int(name: str, section: str, doc: str, default: int | None, minimum: int) -> Variable:
+    return Variable(name, "int", default, section, doc, minimum=minimum)
 
 
 GENERAL, COMMUNICATION = "general", "communication"
@@ -202,10 +202,9 @@ def _text_of(name: str) -> str | None:
     return None if value is None else os.environ.decodevalue(value)
 
 
-def is_set(name: str, environ: Mapping[str, str] | None = None) -> bool:
+def is_set(name: str) -> bool:
     """Is the registered variable ``name`` present, whatever its value?"""
-    known = VARIABLES[name].name
-    return _text_of(known) is not None if environ is None else known in environ
+    return _text_of(VARIABLES[name].name) is not None
 
 
 def raw_entries(names: tuple[str, ...]) -> tuple[dict, tuple[str | bytes, ...]]:

@@ -36,7 +36,6 @@ class RuntimeFlags:
     stage_mode: str = "auto"
     flatten_head_groups: bool = False
     auto_range_merge: bool = False
-    cat_gqa: bool = False
     hide_tail_reduce: bool = False
     fwd_high_precision_reduce: bool = False
     bwd_high_precision_reduce: bool = False
@@ -69,7 +68,6 @@ class RuntimeFlags:
             stage_mode=comm.stage_mode(),
             flatten_head_groups=general.is_flatten_head_groups_enable(),
             auto_range_merge=general.is_auto_range_merge_enable(),
-            cat_gqa=general.is_cat_gqa_enable(),
             hide_tail_reduce=general.dist_attn_backward_hide_tail_reduce(),
             fwd_high_precision_reduce=comm.is_fwd_high_precision_reduce_enable(),
             bwd_high_precision_reduce=comm.is_bwd_high_precision_reduce_enable(),
@@ -86,7 +84,6 @@ class RuntimeFlags:
 _DETERMINISTIC = "MAGI_ATTENTION_DETERMINISTIC_MODE=1"
 _HIERARCHICAL = "MAGI_ATTENTION_HIERARCHICAL_COMM=1"
 _QO = "MAGI_ATTENTION_QO_COMM=1"
-_NATIVE = "MAGI_ATTENTION_NATIVE_GRPCOLL=1"
 _FLATTEN = "MAGI_ATTENTION_FLATTEN_HEAD_GROUPS=1"
 _HIDE_TAIL = "MAGI_ATTENTION_BWD_HIDE_TAIL_REDUCE=1"
 _FA4 = "the fa4 kernel backend"
@@ -128,7 +125,6 @@ def check_flag_comb(flags: RuntimeFlags, *, uneven_shard: bool = False, no_overl
         _DETERMINISTIC: flags.deterministic,
         _HIERARCHICAL: flags.hierarchical_comm,
         _QO: flags.qo_comm,
-        _NATIVE: flags.native_grpcoll,
         _FLATTEN: flags.flatten_head_groups,
         _HIDE_TAIL: flags.hide_tail_reduce,
         _FA4: backend == "fa4",

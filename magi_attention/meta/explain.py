@@ -69,9 +69,9 @@ def explain(plan: Plan, element_bytes: int = 2, recurrent: RecurrentShape | None
     }
 
 
-def explain_links(plan: Plan, nodes: Nodes | None = None, element_bytes: int = 2) -> dict[str, Any]:
-    """Bytes of K and V that a forward moves between nodes and inside them, ready for JSON. ``nodes`` are those of the
-    plan if none are given; ``ContractError`` where it has none either.
+def explain_links(plan: Plan, nodes: Nodes | None = None) -> dict[str, Any]:
+    """Bytes of K and V, in 16 bits, that a forward moves between nodes and inside them, ready for JSON. ``nodes`` are
+    those of the plan if none are given; ``ContractError`` where it has none either.
 
     Keys: ``nodes`` (ranks of each), and for the forms ``direct`` (each row straight to every rank that needs it) and
     ``two_levels`` (once to each node): ``network_bytes`` and ``node_bytes``, of all ranks, and
@@ -80,7 +80,7 @@ def explain_links(plan: Plan, nodes: Nodes | None = None, element_bytes: int = 2
     nodes = nodes or plan.nodes
     if nodes is None:
         raise ContractError("This plan does not know which ranks share a node; make it with DispatchConfig(nodes=8).")
-    per_row, found = cost.row_bytes(plan, element_bytes), {}
+    per_row, found = cost.row_bytes(plan, 2), {}
     stages = [[plan.cast_spec(rank, stage) for rank in range(plan.cp_size)] for stage in range(plan.num_stages)]
     for name, count in (("direct", direct_rows), ("two_levels", two_level_rows)):
         rows = [count(specs, nodes) for specs in stages]

@@ -37,21 +37,6 @@ class RowPack:
         """For rows of ``tensors`` that travel in ``dtypes``."""
         return _pack_of(tuple(x.shape[1:] for x in tensors), tuple(dtypes))
 
-    @classmethod
-    def _of(cls, shapes: tuple[torch.Size, ...], dtypes: tuple[torch.dtype, ...]) -> RowPack:
-        spans, at = [], 0
-        if len(set(dtypes)) == 1:
-            dtype = dtypes[0]
-            for shape in shapes:
-                spans.append((at, at + math.prod(shape)))
-                at = spans[-1][1]
-        else:
-            dtype = torch.uint8
-            for shape, part in zip(shapes, dtypes):
-                spans.append((at, at + math.prod(shape) * part.itemsize))
-                at = -(-spans[-1][1] // _ALIGN_BYTES) * _ALIGN_BYTES
-        return cls(dtype, at, dtypes, shapes, tuple(spans))
-
     def columns(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """``buffer`` (rows, width) seen as one (rows, *shape) view per tensor."""
         rows, start = buffer.shape[0], buffer.storage_offset()
@@ -66,7 +51,11 @@ class RowPack:
 
 @lru_cache(maxsize=512)
 def _pack_of(shapes: tuple[torch.Size, ...], dtypes: tuple[torch.dtype, ...]) -> RowPack:
-    return RowPack._of(shapes, dtypes)
+    is_alike, spans, at = len(set(dtypes)) == 1, [], 0
+    for shape, part in zip(shapes, dtypes):
+        spans.append((at, at + math.prod(shape) * (1 if is_alike else part.itemsize)))
+        at = spans[-1][1] if is_alike else -(-spans[-1][1] // _ALIGN_BYTES) * _ALIGN_BYTES
+    return RowPack(dtypes[0] if is_alike else torch.uint8, at, dtypes, shapes, tuple(spans))
 
 
 @lru_cache(maxsize=512)

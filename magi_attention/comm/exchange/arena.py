@@ -76,9 +76,6 @@ class Arena:
     cast_bytes: int = 0
     reduce_bytes: int = 0
 
-    def has_room_for(self, other: Arena) -> bool:
-        return self == self.joined(other)
-
     def joined(self, other: Arena) -> Arena:
         """With room for both."""
         return Arena(

@@ -52,7 +52,7 @@ class ExchangeGroup:
         wait. What was prepared for another layout is void then. ``ContractError`` if the group was destroyed."""
         if self._is_closed:
             raise ContractError("The memory of this group was given back with it; go on with a group that exists.")
-        if self._memory is None or not self.arena.has_room_for(room):
+        if self._memory is None or self.arena != self.arena.joined(room):
             self._grow(self.arena.joined(room))
         return self.arena
 

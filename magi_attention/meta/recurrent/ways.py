@@ -245,13 +245,13 @@ def part_of(inputs: Sequence[Input], all_heads: int, world: int) -> Moved | None
     )
 
 
-def explain_ways(plan: Plan, shape: RecurrentShape, cu_seqlens: CuSeqlens | None = None) -> dict[str, object]:
+def explain_ways(plan: Plan, shape: RecurrentShape) -> dict[str, object]:
     """Plain numbers: ``way``, the one that `run_recurrent` takes by itself; ``states``, ``contiguous`` and ``heads``
     (None where heads do not divide by ranks), of each what a forward moves: ``exchanges``, ``busiest_bytes`` (that come
     to the rank which gets most) and ``bytes`` of all ranks; and under ``backward`` what a backward moves. ``why``: a
     sentence about the choice."""
-    counts, layer = WayCounts.of(plan, cu_seqlens), shape.bytes(plan.cp_size)
-    found, back = counts.traffic(layer), WayCounts.of(plan, cu_seqlens, is_backward=True).traffic(layer)
+    counts, layer = WayCounts.of(plan), shape.bytes(plan.cp_size)
+    found, back = counts.traffic(layer), WayCounts.of(plan, is_backward=True).traffic(layer)
     numbers: dict[str, object] = dict.fromkeys(WAYS)
     for way, traffic in found.items():
         numbers[way] = {**traffic.numbers(), "backward": back[way].numbers()}

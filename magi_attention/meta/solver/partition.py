@@ -159,7 +159,7 @@ def backtracking_pruning(work: Sequence[float], k: int) -> Result:
     return binary_search(work, k, sizes=_equal_count(len(work), k))
 
 
-def min_heap(work: Sequence[float], k: int, spare_empty: bool = True) -> Result:
+def min_heap(work: Sequence[float], k: int) -> Result:
     """Longest first: each workload to the least loaded bucket with room (at most ceil(n / k)).
 
     Equal workloads go by higher index first, equal loads to the lower bucket. No bucket stays empty while
@@ -172,7 +172,7 @@ def min_heap(work: Sequence[float], k: int, spare_empty: bool = True) -> Result:
     items = sorted(range(n - 1, -1, -1), key=work.__getitem__, reverse=True)
     while empty and placed < n:
         parked = []
-        while spare_empty and n - placed <= empty and buckets[heap[0][1]]:
+        while n - placed <= empty and buckets[heap[0][1]]:
             parked.append(heapq.heappop(heap))
         bucket = heap[0][1]
         empty -= not buckets[bucket]

@@ -43,9 +43,9 @@ def _tokens(axis, which: str, cells: int, total: int) -> None:
     (axis.set_xticks if which == "x" else axis.set_yticks)(ticks - 0.5, labels)
 
 
-def paint_mask(axis, plan: Plan, size: int = 512) -> None:
+def paint_mask(axis, plan: Plan) -> None:
     """Draws the mask on a matplotlib axis, rows coloured by the rank that computes them."""
-    image, rows = coverage(plan.slices.array, plan.padded_tokens, plan.padded_tokens, size)
+    image, rows = coverage(plan.slices.array, plan.padded_tokens, plan.padded_tokens, 512)
     owner = plan.owner_of(rows)
     ink = image[:, :, None] ** 0.6  # thin structures stay visible
     picture = 1.0 - ink * (1.0 - rank_colours(plan.cp_size)[owner][:, None, :])
