@@ -185,7 +185,9 @@ int select_balanced_head_splits(const magi_schedule_problem& p, const TileTable&
   const int64_t work_tiles = tiles_of(p.local_k) * p.heads_kv,
                 enough = enough_work_tiles(p.num_sms);
   if (dim_of(p) > h100::kMostSplitDim || work_tiles == 0) return 0;
-  if (work_tiles >= enough && (group % MAGI_LIST_SPLITS == 0 || p.is_all_causal)) return 0;
+  const bool takes_list =
+      group % MAGI_LIST_SPLITS == 0 && work_tiles < h100::kManyWorkTiles * p.num_sms;
+  if (work_tiles >= enough && (takes_list || p.is_all_causal)) return 0;
   const int by_library = num_head_splits(group, work_tiles, 1, group, p.num_sms, true);
   const auto in_memory = std::min<int64_t>(group, most_parts_in_memory(p)),
              most = std::min(std::max<int64_t>(by_library, in_memory),
