@@ -168,9 +168,13 @@ def test_what_the_published_package_imports_with_itself(first) -> None:
 
 
 def test_threads_that_import_the_same_path_at_once() -> None:
+    """What the module imports is there: threads that import a package and a module of it for the first time may deadlock
+    in any package, which Python tells as an error."""
     code = (
         "import threading, importlib, sys\n"
+        "import magi_attention.functional.flex_flash_attn, magi_attention.compat.functional.backend_call\n"
         "a, b = 'magi_attention.functional', 'magi_attention.compat.functional'\n"
+        "assert f'{b}.fa4' not in sys.modules\n"
         "names = [f'{a}.fa4', f'{b}.fa4', a] * 3\n"
         "got = []\n"
         "threads = [threading.Thread(target=lambda n=n: got.append(importlib.import_module(n))) for n in names]\n"
