@@ -168,8 +168,8 @@ def test_what_the_published_package_imports_with_itself(first) -> None:
 
 
 def test_threads_that_import_the_same_path_at_once() -> None:
-    """What the module imports is there: threads that import a package and a module of it for the first time may deadlock
-    in any package, which Python tells as an error."""
+    """What the module imports is there: threads that import a package and a module of it for the first time may
+    deadlock in any package, which Python tells as an error."""
     code = (
         "import threading, importlib, sys\n"
         "import magi_attention.functional.flex_flash_attn, magi_attention.compat.functional.backend_call\n"
