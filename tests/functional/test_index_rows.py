@@ -257,7 +257,8 @@ def test_all_ranks_are_told_what_one_does_wrong_and_the_group_goes_on():
         local = [plan.shard(x, transport) for x in tensors]
         lists = plan.shard(indices, transport, -1)
         if transport.rank == 1:
-            local[0] = local[0][:-1] if case == "q" else local[0]
+            local[0] = {"q": local[0][:-1], "no q": None}.get(case, local[0])
+            local[2] = [1.0] if case == "v" else local[2]
             lists = {"beyond": lists + 16, "rows": lists[1:], "heads": lists[:, :1]}.get(case, lists)
         with pytest.raises(ContractError) as caught:
             attend_index(*local, lists, plan, transport)
@@ -267,6 +268,8 @@ def test_all_ranks_are_told_what_one_does_wrong_and_the_group_goes_on():
 
     for case, text in (
         ("q", "q has 7 rows and k 8, and rank 1 holds 8 of 16 tokens"),
+        ("no q", "q is a NoneType; give a tensor"),
+        ("v", "v is a list; give a tensor"),
         ("beyond", "but k has only 16 rows"),
         ("rows", "indices are (7, 2, 3), and rank 1 holds 8"),
         ("heads", "indices are (8, 1, 3) for 2 kv heads"),

@@ -27,8 +27,16 @@ def refuse_dtensor(name: str, x: object, is_global: bool = False) -> None:
         )
 
 
+def check_tensors(**operands: object) -> None:
+    """``ContractError`` for what is no tensor."""
+    for name, x in operands.items():
+        if not isinstance(x, torch.Tensor):
+            raise ContractError(f"{name} is a {type(x).__name__}; give a tensor (tokens, heads, head dim).")
+
+
 def check_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     """Raises ``ContractError`` unless the three are (tokens, heads, head dim) each and fit together."""
+    check_tensors(q=q, k=k, v=v)
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if not q.dim() == k.dim() == v.dim() == 3:
         raise ContractError(f"{shapes}: give (tokens, heads, head dim) each; batches are packed into tokens.")

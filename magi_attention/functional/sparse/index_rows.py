@@ -26,7 +26,13 @@ from magi_attention.common.plan_cache import Kind, on_gpu
 from magi_attention.common.scalars import as_int
 from magi_attention.errors import ContractError
 from magi_attention.functional.calls.autocast import cast_operands
-from magi_attention.functional.calls.inputs import check_devices, check_qkv, refuse_dtensor, width_of_values
+from magi_attention.functional.calls.inputs import (
+    check_devices,
+    check_qkv,
+    check_tensors,
+    refuse_dtensor,
+    width_of_values,
+)
 from magi_attention.functional.sparse.index_attn import attend_lists
 from magi_attention.functional.tokens.layout import TokenLayout
 from magi_attention.kernels.double_backward import once_differentiable
@@ -264,6 +270,7 @@ def attend_index(
     if isinstance(indices, PreparedIndices):
         indices = _keys_of(indices)
     try:
+        check_tensors(q=q, k=k, v=k if v is None else v)
         q, k, v = cast_operands(q, k, v)
         width = width_of_values(k, v, head_dim_v)
         _check(q, k, k if v is None else v, sink, layout, is_joined)
