@@ -51,7 +51,7 @@ constexpr int kMostSplitDim = 128;              // nothing was measured with hea
 constexpr double kSplitBeginAndEnd = 3;         // of a work tile, in steps
 constexpr double kHalvesGain = 0.9;             // of the time of whole tiles, what halves may take
 constexpr double kAlone = 1.25, kEnough = 1.1;  // times an even share: whole tiles, and parts
-constexpr double kHeadPart = 0.02;  // to leave a part of a tile in memory and add it up, in steps
+constexpr double kHeadPart = 0.03;  // to leave a part of a tile in memory and add it up, in steps
 constexpr double kBalancedGain = 0.97;  // of the time of the parts that the library makes
 constexpr int kMostBalanced = 12;       // parts for each SM, more are even enough
 

@@ -193,16 +193,21 @@ int select_balanced_head_splits(const magi_schedule_problem& p, const TileTable&
              most = std::min(std::max<int64_t>(by_library, in_memory),
                              h100::kMostBalanced * p.num_sms / work_tiles);
   if (most < 2) return 0;
-  const OrderShape shape{p.heads_kv, group, p.num_sms, p.num_ctas};
-  const WorkTiles order =
-      by_document ? work_tiles_by_document(tiles, p.heads_kv)
-                  : work_tiles_in_order(tiles, shape, shape.heads_at_once(tiles.size()));
   const std::vector<int64_t> steps = tiles.steps(block_m);
+  // Work tiles of m-blocks of 80 are listed whole; the kernel makes L2 groups of parts of others.
+  const OrderShape shape{p.heads_kv, group, p.num_sms, p.num_ctas};
+  const auto end_of_parts = [&](int parts) {
+    const int at_once = shape.heads_at_once(tiles.size() * (block_m == kWide ? 1 : parts));
+    return end_in_parts(steps,
+                        by_document ? work_tiles_by_document(tiles, p.heads_kv)
+                                    : work_tiles_in_order(tiles, shape, at_once),
+                        group, parts, p.num_sms);
+  };
   int chosen = 0;
-  double sooner = h100::kBalancedGain * end_in_parts(steps, order, group, by_library, p.num_sms);
+  double sooner = h100::kBalancedGain * end_of_parts(by_library);
   for (int parts = 2; parts <= most; ++parts) {
     if (work_tiles * parts < enough && parts < group) continue;
-    const double end = end_in_parts(steps, order, group, parts, p.num_sms);
+    const double end = end_of_parts(parts);
     if (end >= sooner) continue;
     chosen = parts;
     sooner = end;

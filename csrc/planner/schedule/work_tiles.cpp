@@ -192,7 +192,7 @@ int OrderShape::heads_at_once(int tiles) const {
 WorkTiles work_tiles_in_order(const TileTable& tiles, const OrderShape& shape, int at_once) {
   const int64_t num = tiles.size();
   const int parts =
-      num_head_splits(shape.group, num * shape.heads_kv, 1, shape.group, shape.num_sms, false);
+      num_head_splits(shape.group, num * shape.heads_kv, 1, shape.group, shape.num_sms, true);
   WorkTiles made;
   for (int first = 0; first < shape.heads_kv; first += at_once) {
     const int32_t* order = first == 0 ? tiles.plan().first_order() : tiles.plan().order();
