@@ -20,6 +20,7 @@ from magi_attention.common.scalars import as_int
 from magi_attention.errors import ContractError, UnsupportedError
 
 BUCKET_BYTES = 2**26
+_SPARSE = "sum_gradients takes dense gradients; make the embedding with sparse=False."
 _SUMMED: WeakSet[DistributedDataParallel] = WeakSet()  # whose gradients are multiplied before DDP averages them
 
 
@@ -37,6 +38,10 @@ def sum_gradients(module: torch.nn.Module, group: dist.ProcessGroup | None = Non
         return
     _check_dp_size(dp_size, dist.get_world_size(group))
     parameters = [p for p in module.parameters() if p.requires_grad]
+    # By the modules, too: a rank without tokens has no gradient there, and would wait for those that refuse.
+    embeddings = [x for x in module.modules() if isinstance(x, (torch.nn.Embedding, torch.nn.EmbeddingBag))]
+    if any(x.sparse and x.weight.requires_grad for x in embeddings):
+        raise UnsupportedError(_SPARSE)
     for parameter in parameters:
         _check_plain(parameter)
     if not parameters:
@@ -108,7 +113,7 @@ def _check_plain(parameter: torch.nn.Parameter) -> None:
             "sum_gradients takes plain parameters, and these are DTensors; for FSDP2 call set_gradient_sum(model) once."
         )
     if parameter.grad is not None and parameter.grad.is_sparse:
-        raise UnsupportedError("sum_gradients takes dense gradients; make the embedding with sparse=False.")
+        raise UnsupportedError(_SPARSE)
 
 
 def _check_sharded(parameter: Any, dp_size: int) -> None:

@@ -170,9 +170,12 @@ def missing_gradients(rank: int, world: int) -> list:
     with pytest.raises(ContractError, match="shards over one rank.*divide the loss"):
         set_gradient_sum(replicated, 2)
     sparse = nn.Embedding(4, 2, sparse=True)
-    sparse(torch.tensor([1])).sum().backward()
     with pytest.raises(UnsupportedError, match="sparse=False"):
-        sum_gradients(sparse)
+        sum_gradients(sparse)  # as on a rank without tokens, which must not wait for those that refuse
+    by_function = nn.ParameterList([sparse.weight])
+    nn.functional.embedding(torch.tensor([1]), sparse.weight, sparse=True).sum().backward()
+    with pytest.raises(UnsupportedError, match="sparse=False"):
+        sum_gradients(by_function)
     return values
 
 
