@@ -28,6 +28,7 @@ class ListLike(Generic[T]):
 
     @staticmethod
     def _item(value: Any) -> T:
+        """Each list has its own."""
         raise NotImplementedError
 
     @property

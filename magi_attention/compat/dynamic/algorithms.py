@@ -24,6 +24,7 @@ from magi_attention.meta.solver.query_moves import place
 
 _MOST_LOAD = 1.10  # of a rank, over the mean
 
+
 @dataclass(frozen=True)
 class DynamicAttnAlgorithm(ABC):
     """Base of all; one of your own defines ``type`` and ``solve``."""
