@@ -159,11 +159,20 @@ class PackingCollator:
         for name in dict.fromkeys(name for x in read for name in x.extra):
             if any(name not in x.extra for x in read):
                 raise ContractError(f"Some examples of a batch have {name!r} and others do not; give it to all.")
-            column = np.concatenate([x.extra[name] for x in read])[rows]
-            columns[name] = np.where(is_pad, column.dtype.type(0), column) if column.dtype.kind == "f" else column
+            columns[name] = _column_of([x.extra[name] for x in read], rows, is_pad)
         batch: dict[str, Any] = {name: torch.from_numpy(column)[None] for name, column in columns.items()}
         segments = _segments(plans.full, self.cp_rank) if self.has_segments else {}
         return {**batch, "shift_labels": batch["labels"], "magi_plans": plans, **segments}
+
+
+def _column_of(parts: list[np.ndarray], rows: np.ndarray, is_pad: np.ndarray) -> np.ndarray:
+    """A column of ``per_token`` in the order of ``rows``. Integers beside fractions take the dtype of these, which
+    NumPy would make float64."""
+    fractions = [part.dtype for part in parts if part.dtype.kind == "f"]
+    if not fractions:
+        return np.concatenate(parts)[rows]
+    dtype = np.result_type(*fractions)
+    return np.where(is_pad, dtype.type(0), np.concatenate([part.astype(dtype) for part in parts])[rows])
 
 
 def _segments(plan: Plan, rank: int) -> dict[str, Any]:

@@ -123,6 +123,17 @@ def test_weights_of_tokens_keep_their_fractions(cp_size, dtype):
             assert weight == 0 or weight == pytest.approx(weights[token], rel=1e-6)
 
 
+@pytest.mark.parametrize("kind", (list, torch.tensor, np.array))
+def test_whole_weights_of_one_example_do_not_change_the_dtype(kind):
+    """Weights that happen to be integers, as rewards of 0 and 1, beside others of float32."""
+    examples = [{"input_ids": [1, 2], "w": kind([0, 1])}, {"input_ids": [3], "w": torch.tensor([0.25])}]
+    for order in (examples, examples[::-1]):
+        got = PackingCollator(per_token=["w"])(order)
+        assert got["w"].dtype == torch.float32
+        pairs = dict(zip(got["input_ids"][0].tolist(), got["w"][0].tolist()))
+        assert (pairs[1], pairs[2], pairs[3]) == (0, 1, 0.25)
+
+
 def test_a_column_that_the_first_example_lacks_is_missed():
     with pytest.raises(ContractError, match="Some examples of a batch have 'weights' and others do not"):
         PackingCollator(per_token=["weights"])([{"input_ids": [1]}, {"input_ids": [2], "weights": [0.5]}])
